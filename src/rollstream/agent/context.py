@@ -9,6 +9,7 @@ Answers that stay keep the ids that were sampled; they are context there (no mas
 the rollout is trained on in exactly one trajectory.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from rollstream.agent.conversation import Conversation, Turn
 from rollstream.agent.tool_agent import State, ToolAgent
 from rollstream.agent.tools.result import ToolResult, truncate_text
 from rollstream.chat.parsers.base import ToolCall
+from rollstream.chat.tool_schema import ArgumentCheck
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import Message, Metrics, Trajectory
 
@@ -202,11 +204,14 @@ class ContextAgent(ToolAgent):
     def _execute_own(self, call: ToolCall, asked: list[int]) -> str:
         if call.arguments is None:
             raise Refused(call.error or "the arguments cannot be read")
+        if (misfit := _argument_checks()[call.name].misfit(call.arguments)) is not None:
+            raise Refused(f"{call.name}: {misfit}")
         if call.name != "deleteContext":
             return self.notes.execute(call.name, call.arguments)
         if len(self.snapshots) >= self.max_snapshots:
             raise Refused("nothing more can be deleted in this conversation")
-        msg_id = read_msg_id(call, self.conversation.messages, self.deleted | set(asked))
+        msg_id = int(call.arguments["msg_id"])  # 3.0 is an integer, too
+        check_msg_id(msg_id, self.conversation.messages, self.deleted | set(asked))
         asked.append(msg_id)
         return f"Message {msg_id} is deleted."
 
@@ -280,11 +285,14 @@ class Notes:
     by_key: dict[str, str] = field(default_factory=dict)
 
     def execute(self, name: str, arguments: dict[str, Any]) -> str:
-        """Runs `note`, `readNote` or `updateNote`; returns what the model is told. Raises `Refused`."""
-        key = _text(arguments, "key")
+        """Runs `note`, `readNote` or `updateNote`, whose arguments fit its schema; returns what the model is told.
+
+        Raises `Refused`.
+        """
+        key = arguments["key"]
         if name == "readNote":
             return self._existing(key)
-        content = _text(arguments, "content")
+        content = arguments["content"]
         if name == "note" and key in self.by_key:
             raise Refused(f"there is a note {key!r} already; updateNote replaces it")
         if name == "updateNote":
@@ -302,33 +310,22 @@ class Notes:
         return self.by_key[key]
 
 
-def read_msg_id(call: ToolCall, messages: list[Message], deleted: set[int]) -> int:
-    """The message that a `deleteContext` call names.
+def check_msg_id(msg_id: int, messages: list[Message], deleted: set[int]) -> None:
+    """Raises `Refused` if there is no such message, or it cannot be deleted.
 
     Args:
-        call: its arguments could be read.
+        msg_id: what a `deleteContext` call names.
         messages: the conversation up to and including the answer that asks.
         deleted: ids that are deleted already.
-
-    Raises:
-        Refused: no such message, or one that cannot be deleted.
     """
-    given = (call.arguments or {}).get("msg_id")
-    if isinstance(given, str) and given.strip().isdecimal() and len(given) < 10:
-        given = int(given)
-    if isinstance(given, bool) or not isinstance(given, int):
-        raise Refused(f"msg_id must be an integer, not {given!r:.100}")
-    if not 0 <= given < len(messages) - 1:
-        raise Refused(f"no message has msg_id {given}")
-    if messages[given].get("role") == "system":
+    if not 0 <= msg_id < len(messages) - 1:
+        raise Refused(f"no message has msg_id {msg_id}")
+    if messages[msg_id].get("role") == "system":
         raise Refused("the system message cannot be deleted")
-    if given in deleted:
-        raise Refused(f"message {given} is deleted already")
-    return given
+    if msg_id in deleted:
+        raise Refused(f"message {msg_id} is deleted already")
 
 
-def _text(arguments: dict[str, Any], name: str) -> str:
-    value = arguments.get(name)
-    if not isinstance(value, str) or not value:
-        raise Refused(f"{name} must be a text that is not empty")
-    return value
+@functools.cache
+def _argument_checks() -> dict[str, ArgumentCheck]:
+    return {schema["function"]["name"]: ArgumentCheck(schema) for schema in SCHEMAS}

@@ -1,7 +1,8 @@
 """OpenAI tool schemas, and the files that hold them."""
 
 import hashlib
-from collections.abc import Collection, Iterable
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import orjson
 
 from rollstream.errors import ConfigError, unknown_name
 from rollstream.user_code import read_yaml
+
+logger = logging.getLogger(__name__)
 
 ToolSchema = dict[str, Any]
 """An OpenAI tool schema: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -63,6 +66,57 @@ def check_tool_schema(schema: Any, where: str) -> ToolSchema:
     if not isinstance(required, list) or any(item not in properties for item in required):
         raise ConfigError(f"{where} ({name}): parameters.required names more than parameters.properties")
     return schema
+
+
+class ArgumentCheck:
+    """Compares the arguments of calls with the JSON schema of their tool, as the library `jsonschema` does.
+
+    `nullable: true`, as transformers and OpenAPI write it, allows null. A schema that is not valid is warned
+    of, and its tool's arguments are not checked; nothing that a schema refers to is downloaded.
+    """
+
+    def __init__(self, schema: ToolSchema) -> None:
+        from jsonschema import Draft202012Validator, SchemaError, validators  # a tenth of a second
+        from jsonschema_specifications import REGISTRY
+
+        function = schema["function"]
+        parameters = function.get("parameters") or {}
+        kind = validators.validator_for(parameters, default=Draft202012Validator)
+        self._validator: Any = None
+        try:
+            kind.check_schema(parameters)
+        except SchemaError as error:
+            logger.warning(
+                "tool %s: its parameters are no valid JSON schema (%s: %.200s); arguments are not checked",
+                *(function["name"], error.json_path, error.message),
+            )
+            return
+        nullable = {name: _allow_null(kind.VALIDATORS[name]) for name in ("type", "enum")}
+        self._validator = validators.extend(kind, nullable)(parameters, registry=REGISTRY)
+
+    def misfit(self, arguments: Mapping[str, Any]) -> str | None:
+        """Where the arguments do not fit and why, such as `words: 'a b' is not of type 'array'`; None if they do."""
+        from jsonschema.exceptions import best_match
+        from referencing.exceptions import Unresolvable
+
+        if self._validator is None:
+            return None
+        try:
+            error = best_match(self._validator.iter_errors(arguments))
+        except (Unresolvable, RecursionError):  # the schema refers to the network, or to itself alone
+            return None
+        if error is None:
+            return None
+        place = error.json_path.removeprefix("$").removeprefix(".")
+        return f"{place}: {error.message}" if place else str(error.message)
+
+
+def _allow_null(check: Any) -> Any:
+    def checked(validator: Any, value: Any, instance: Any, schema: Mapping[str, Any]) -> Iterator[Any]:
+        if instance is not None or not schema.get("nullable"):
+            yield from check(validator, value, instance, schema)
+
+    return checked
 
 
 def check_names_differ(names: Iterable[str], where: str) -> None:

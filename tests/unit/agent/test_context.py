@@ -194,10 +194,8 @@ async def test_refusals_are_told_and_take_no_snapshot() -> None:
         (0, "the system message cannot be deleted"),
         (2, "no message has msg_id 2"),
         (99, "no message has msg_id 99"),
-        ("x", "msg_id must be an integer, not 'x'"),
-        (True, "msg_id must be an integer, not True"),
-        (None, "msg_id must be an integer, not None"),
-        ([1], "msg_id must be an integer"),
+        ("x", "deleteContext: msg_id: 'x' is not of type 'integer'"),
+        *((value, "deleteContext: msg_id: ") for value in ("1", True, None, [1], 1.5)),
     ]
     rollout, engine = await play(delete(*(given for given, _ in bad)), "12", row=row)
     check_every_token_once(rollout, engine)
@@ -212,7 +210,7 @@ async def test_refusals_are_told_and_take_no_snapshot() -> None:
 
 
 async def test_several_in_one_answer_are_one_snapshot_and_other_calls_run_too() -> None:
-    answer = call_text("it", x=1) + delete("2", 2) + call_text("note", key="k", content="v") + delete(0)
+    answer = call_text("it", x=1) + delete(2.0, 2) + call_text("note", key="k", content="v") + delete(0)
     rollout, engine = await play(call_text("it"), answer, call_text("readNote", key="k"), "12")
     check_every_token_once(rollout, engine)
     snapshot, final = rollout.trajectories
@@ -252,9 +250,6 @@ async def test_notes() -> None:
         ("note", {"key": "a", "content": "3"}, "there is a note 'a' already; updateNote replaces it"),
         ("updateNote", {"key": "b", "content": "3"}, "no note 'b'; notes there are: 'a'"),
         ("readNote", {"key": "b"}, "no note 'b'"),
-        ("readNote", {"key": ""}, "key must be a text that is not empty"),
-        ("note", {"key": 3, "content": "x"}, "key must be a text"),
-        ("note", {"key": "c"}, "content must be a text"),
         ("note", {"key": "c", "content": "x" * 65_535}, "this would make 65538"),
         ("updateNote", {"key": "a", "content": "x" * 65_536}, "this would make 65537"),
     ]

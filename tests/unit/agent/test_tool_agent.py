@@ -1,6 +1,7 @@
 """R1, R5: every way a rollout with tools can end, and that what a tool does hurts nobody else."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,14 +225,59 @@ async def test_whatever_tools_do_the_neighbours_are_untouched(tmp_path: Path) ->
     assert made[100 + list(BAD | ODD).index("reward")].extra["tool_rewards"] == [0.25]
     assert "Available tools: add, breaks, hang" in contents(made[200])[0]
     assert "not valid JSON" in contents(made[201])[0]
-    assert "missing a required argument" in contents(made[202])[0]
-    assert contents(made[203])[0].startswith("Error: TypeError")
+    assert contents(made[202])[0].startswith("Error: add: 'b'")
+    assert contents(made[203])[0].startswith("Error: add: b: 'x'")
     assert "did not answer within 1.5 seconds" in contents(made[204])[0]
     assert contents(made[206])[1] == "2"
     assert len(contents(made[207])) == 3
     for key in (200, 201, 202, 203, 204, 206):
         assert made[key].metrics.tool_errors == 1, key
         assert contents(made[key], "assistant")[-1] == "no"
+
+
+LISTED = """<tool_call>
+<function=tally>
+<parameter=words>
+{words}
+</parameter>
+</function>
+</tool_call>"""
+
+
+@pytest.mark.parametrize("kind", ["function", "class"])
+async def test_a_tool_is_called_with_what_fits_its_schema_only(tmp_path: Path, kind: str) -> None:
+    source = """
+    @function_tool
+    def tally(words: list[str]) -> str:
+        '''Counts.
+
+        Args:
+            words: The words.
+        '''
+        return f"{type(words).__name__} of {len(words)}"
+    """
+    made: list[Any] = functions(tmp_path, source)
+    if kind == "class":
+
+        class Tally(Recorder):
+            async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
+                return f"list of {len(parameters['words'])}"
+
+        entry = class_tool(Tally, "tally")
+        made = [replace(entry, schema=made[0].schema)]
+    async with opened(made) as box:
+        answers = [LISTED.format(words=words) for words in ("['a', 'b']", '["a"]', "a b", "[1]")]
+        _, trajectory = await play(*answers, "12", tools=box, parser_name="qwen3_coder")
+    results = contents(trajectory)
+    assert results[:2] == ["list of 2", "list of 1"]
+    assert [result.partition(": '")[0].partition(": 1")[0] for result in results[2:]] == [
+        "Error: tally: words",
+        "Error: tally: words[0]",
+    ]
+    assert (trajectory.metrics.tool_errors, trajectory.extra["tool_counts"]) == (2, {"tally": [4, 2]})
+    async with opened(made) as box:
+        _, trajectory = await play(call_text("tally", words="a b"), "12", tools=box, parser_name="hermes")
+    assert contents(trajectory)[0].startswith("Error: tally: words: 'a b'")
 
 
 async def test_rewards_and_scores_are_kept_with_the_trajectory_and_told_to_the_reward() -> None:

@@ -1,8 +1,14 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rollstream.chat.tool_schema import check_names_differ, check_tool_schema, read_tool_entries
+from rollstream.chat.tool_schema import (
+    ArgumentCheck,
+    check_names_differ,
+    check_tool_schema,
+    read_tool_entries,
+)
 from rollstream.errors import ConfigError
 
 
@@ -28,3 +34,42 @@ def test_names() -> None:
     check_names_differ(["a", "b"], "here")
     with pytest.raises(ConfigError, match="here has more than one tool named a, b"):
         check_names_differ(iter(["b", "a", "b", "a", "c"]), "here")
+
+
+def check_of(**parameters: Any) -> ArgumentCheck:
+    return ArgumentCheck({"type": "function", "function": {"name": "f", "parameters": parameters}})
+
+
+def test_arguments_that_do_not_fit_are_named_with_their_place() -> None:
+    check = check_of(
+        type="object",
+        properties={
+            "words": {"type": "array", "items": {"type": "string"}},
+            "size": {"$ref": "#/$defs/Size"},
+            "limit": {"type": "integer", "nullable": True, "enum": [1, 2]},
+        },
+        required=["words"],
+        additionalProperties=False,
+        **{"$defs": {"Size": {"enum": ["s", "m"]}}},
+    )
+    for good in ({"words": []}, {"words": ["a"], "size": "m", "limit": None}):
+        assert check.misfit(good) is None
+    for bad, place in [
+        ({}, "'words'"),
+        ({"words": "a b"}, "words: 'a b'"),
+        ({"words": ["a", 3]}, "words[1]: 3"),
+        ({"words": [], "size": "xl"}, "size: 'xl'"),
+        ({"words": [], "limit": 3}, "limit: 3"),
+        ({"words": [], "size": None}, "size: None"),
+        ({"words": [], "wrods": 1}, "Additional"),
+    ]:
+        assert (check.misfit(bad) or "").startswith(place), bad
+
+
+def test_arguments_are_not_checked_where_the_schema_cannot_be_used(caplog: pytest.LogCaptureFixture) -> None:
+    check = check_of(type="object", properties={"a": {"type": "List[int]"}})
+    assert check.misfit({"a": 3}) is None
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["f"]
+    for reference in ("https://example.org/schema.json", "#/$defs/no", "#/properties/a"):
+        assert check_of(type="object", properties={"a": {"$ref": reference}}).misfit({"a": 3}) is None
+    assert ArgumentCheck({"type": "function", "function": {"name": "f"}}).misfit({"a": 3}) is None

@@ -117,7 +117,7 @@ class Tool(ABC):
 
         Args:
             instance_id: As `create` said.
-            parameters: What the model wrote; an object, not checked further.
+            parameters: What the model wrote; it fits the schema.
             kwargs: The row's `execute_kwargs`, and what the loop gives: `messages`, a copy of the
                 conversation so far.
 

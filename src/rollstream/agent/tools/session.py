@@ -24,7 +24,7 @@ from rollstream.agent.tools.result import (
 )
 from rollstream.aio import finish_despite_cancellation
 from rollstream.chat.parsers.base import ToolCall
-from rollstream.chat.tool_schema import ToolSchema
+from rollstream.chat.tool_schema import ArgumentCheck, ToolSchema
 from rollstream.daemon_threads import CallsRefusedError, Outcome, UserCalls
 from rollstream.errors import DataError, TransientError, unknown_name
 
@@ -117,6 +117,7 @@ class ToolSession:
         self,
         tools: Mapping[str, FunctionTool | ClassTool],
         *,
+        checks: Mapping[str, ArgumentCheck],
         calls: UserCalls,
         limits: ToolLimits,
         arguments: RowArguments,
@@ -125,6 +126,7 @@ class ToolSession:
     ) -> None:
         """See `ToolBox.session`."""
         self._tools = tools
+        self._checks = checks
         self._calls = calls
         self._limits = limits
         self._arguments = arguments
@@ -196,6 +198,9 @@ class ToolSession:
             known = f"Available tools: {', '.join(self._tools)}." if self._tools else "There are no tools."
             name = call.name[:NAME_CHARACTERS]
             return self._failed(name, "unknown_tool", f"Error: unknown tool {name!r}. {known}")
+        if (misfit := self._checks[call.name].misfit(call.arguments)) is not None:
+            said = f"Error: {tool.name}: {misfit[:ERROR_CHARACTERS]}."
+            return self._failed(tool.name, "bad_arguments", said)
         arguments = copy.deepcopy(call.arguments)  # what the tool does to it is not in the conversation
         if isinstance(tool, ClassTool):
             return await self._run_class(tool, arguments, context)

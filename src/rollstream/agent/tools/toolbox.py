@@ -16,6 +16,7 @@ from rollstream.agent.tools.mcp import McpServer, McpTool, load_mcp_servers, rea
 from rollstream.agent.tools.result import ToolLimits
 from rollstream.agent.tools.session import ClassTool, ToolSession, read_row_arguments, select_tools
 from rollstream.chat.tool_schema import (
+    ArgumentCheck,
     ToolSchema,
     check_keys,
     check_names_differ,
@@ -76,6 +77,7 @@ class ToolBox:
         self._names = names
         self._given = tuple(tools)
         self._tools: dict[str, FunctionTool | ClassTool] | None = None
+        self._checks: dict[str, ArgumentCheck] = {}
         self._calls = UserCalls("tool")
         self._closed = False
         self._failures = 0
@@ -140,6 +142,7 @@ class ToolBox:
         known = self._known()
         return ToolSession(
             {name: known[name] for name in select_tools(selection, list(known))},
+            checks=self._checks,
             calls=self._calls,
             limits=self.limits,
             arguments=read_row_arguments(tools_kwargs or {}),
@@ -156,6 +159,7 @@ class ToolBox:
         self._tools = {
             name: tool for name, tool in known.items() if self._names is None or name in self._names
         }
+        self._checks = {name: ArgumentCheck(tool.schema) for name, tool in self._tools.items()}
 
     def _known(self) -> dict[str, FunctionTool | ClassTool]:
         if self._tools is None:

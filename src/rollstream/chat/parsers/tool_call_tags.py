@@ -11,6 +11,8 @@
 The last two write values as bare text, of the types that the tool's schema declares.
 """
 
+import ast
+import math
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -30,6 +32,8 @@ _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
 
 _DEEPEST_SCHEMA = 8
 """How far references and alternatives are followed; deeper ones are circular."""
+_LONGEST_LITERAL = 100_000
+"""Characters of a Python literal that is read: some 50 ms, during which nothing else happens."""
 
 _PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
     "boolean": bool,
@@ -158,7 +162,8 @@ def parameters_of(tools: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
 def declared_types(parameters: dict[str, Any], name: str) -> set[str]:
     """JSON-schema types that a parameter may have, alternatives and local references included.
 
-    Empty if it has none declared.
+    What only an object or an array can have, such as `properties`, declares it, as do the values of an `enum`.
+    Empty if nothing is declared.
     """
     properties = parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, dict) else None
@@ -168,7 +173,8 @@ def declared_types(parameters: dict[str, Any], name: str) -> set[str]:
 def read_value(text: str, types: set[str]) -> Any:
     """A value written as bare text, as one of its types.
 
-    It stays text when it fits none of them, or when text is allowed and nothing else fits.
+    An array or object may be JSON or a literal of Python. It stays text when it fits none of them, or when text
+    is allowed and nothing else fits.
     """
     bare = text.strip()
     # Qwen's templates write values by Python's str, GLM's as JSON: null and None, true and True.
@@ -179,6 +185,8 @@ def read_value(text: str, types: set[str]) -> Any:
     value = json_or_text(text)
     if isinstance(value, bool) or value is None:
         return text
+    if value is text and types & {"array", "object"}:
+        value = _python_literal(bare, text)
     fits = any(isinstance(value, _PYTHON_TYPES[name]) for name in types & _PYTHON_TYPES.keys())
     return value if fits else text
 
@@ -193,17 +201,50 @@ def json_or_text(text: str) -> Any:
     return value if end == len(bare) else text
 
 
+def _python_literal(literal: str, otherwise: Any) -> Any:
+    """The array or object that a literal of Python means; `otherwise` if JSON has no form for it."""
+    if literal[:1] not in ("[", "{", "(") or len(literal) > _LONGEST_LITERAL:
+        return otherwise
+    try:
+        return _as_json(ast.literal_eval(literal))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return otherwise
+
+
+def _as_json(value: Any) -> Any:
+    """A value with lists for tuples. Raises `ValueError` for what JSON cannot express."""
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _as_json(item) for key, item in value.items()}
+    if value is None or isinstance(value, str | bool):
+        return value
+    if (isinstance(value, int) and -(2**63) <= value < 2**64) or (
+        isinstance(value, float) and math.isfinite(value)
+    ):
+        return value
+    raise ValueError
+
+
 def _types(schema: Any, root: dict[str, Any], depth: int) -> set[str]:
     if not isinstance(schema, dict) or depth > _DEEPEST_SCHEMA:
         return set()
+    nullable = {"null"} if schema.get("nullable") is True else set()
     declared = schema.get("type")
     if isinstance(declared, str):
-        return {declared}
+        return {declared} | nullable
     if isinstance(declared, list):
-        return {name for name in declared if isinstance(name, str)}
+        return {name for name in declared if isinstance(name, str)} | nullable
     if isinstance(reference := schema.get("$ref"), str):
         return _types(_resolve(reference, root), root, depth + 1)
-    types: set[str] = set()
+    types: set[str] = set(nullable)
+    if schema.keys() & {"properties", "additionalProperties"}:
+        types.add("object")
+    if schema.keys() & {"items", "prefixItems"}:
+        types.add("array")
+    values = schema.get("enum")
+    for value in values if isinstance(values, list) else ():
+        types |= {name for name, kind in _PYTHON_TYPES.items() if isinstance(value, kind)}
     for key in ("anyOf", "oneOf", "allOf"):
         members = schema.get(key)
         for member in members if isinstance(members, list) else ():
