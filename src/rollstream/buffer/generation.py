@@ -30,6 +30,7 @@ from rollstream.buffer.items import InstanceId, ItemError
 from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
 from rollstream.data.prompts import load_prompts
+from rollstream.data.row import TRUTH_COLUMNS
 from rollstream.engine.detect import detect_server
 from rollstream.errors import ConfigError, DataError, unknown_name
 from rollstream.reward.base import ComputeScore, FunctionReward
@@ -90,9 +91,8 @@ def run_generation(
     Keys of the payload; numbers may be texts, as slime's trainer sends them:
 
     - `task_type`, `remote_engine_url`: which generator; an inference server, or a list of servers of one model
-    - `input_file`: prompts, in any format of docs/data.md. A row has a `prompt`, a `label` (or `ground_truth`,
-      `answer`, `reward_model.ground_truth`), an `instance_id` (its number by default), and what else a prompt row
-      may have
+    - `input_file`: prompts, in any format of docs/data.md. A row has a `prompt`, a `label` (or another of
+      `data.row.TRUTH_COLUMNS`), an `instance_id` (its number by default), and what else a prompt row may have
     - `num_repeat_per_sample`: rollouts of a prompt in an epoch, the size of a group (default: the server's)
     - `num_epoch`: groups of each prompt, one after the other (1); `num_process`: rollouts at once (100)
     - `sampling_params`: `max_tokens` (needed), `temperature`, `top_p`, `top_k`, `stop`, `stop_token_ids`,
@@ -146,8 +146,8 @@ async def _generate(
         raise ConfigError(f"no reward rule knows data_source {source!r} of the first row (docs/rewards.md)")
     if needs_label and not rows.has_labels:
         raise DataError(
-            f"{_text(data, 'input_file')}: no row has a label to score answers with: label, ground_truth, "
-            f"answer or reward_model.ground_truth (other columns: {', '.join(sorted(rows.columns)):.300})"
+            f"{_text(data, 'input_file')}: no row has a ground truth to score answers with: "
+            f"{', '.join(TRUTH_COLUMNS)} (other columns: {', '.join(sorted(rows.columns)):.300})"
         )
     settings = read_settings(data, await _find_engine(data, settings.generation.engine_timeout))
     agents = await asyncio.to_thread(load_agents, settings, loops=loops, tools=data.get("tools"))
@@ -275,7 +275,7 @@ async def _find_engine(data: Mapping[str, Any], timeout: float) -> dict[str, Any
 
 
 class Rows:
-    """The prompt rows of the input file, by position. `label` is a ground truth, as in slime.
+    """The prompt rows of the input file, by position.
 
     Raises:
         DataError: the file cannot be read, or two rows have one instance id.
@@ -309,8 +309,6 @@ class Rows:
         return self._made(self._dataset.row(index))
 
     def _made(self, row: PromptRow) -> PromptRow:
-        if row.ground_truth is None and "label" in row.columns:
-            row.ground_truth = row.columns.pop("label")
         try:
             return row if self._make_row is None else self._make_row(row)
         except Exception as error:

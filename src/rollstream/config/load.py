@@ -11,6 +11,7 @@ cannot read it (`~/x.jsonl`, letters beyond ASCII, brackets) or reads a number o
 """
 
 import difflib
+import glob
 import importlib.util
 import logging
 import re
@@ -450,7 +451,8 @@ def _absolute(path: Any, *, always: bool) -> Any:
     if not isinstance(path, str):
         return path
     found = Path(path).expanduser()
-    return str(found.absolute()) if always or found.exists() else path
+    there = always or found.exists() or any(glob.iglob(str(found), recursive=True))  # noqa: PTH207  may be absolute
+    return str(found.absolute()) if there else path
 
 
 def read_value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:

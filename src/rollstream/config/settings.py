@@ -143,6 +143,7 @@ class DataSettings:
 
     train_files: LocalPath | list[LocalPath] | None
     prompt_key: Text
+    ground_truth_key: Text | None
     max_prompt_length: Count
     truncation: Literal["error", "left", "right", "middle"]
     filter_overlong_prompts: bool

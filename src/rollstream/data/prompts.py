@@ -19,7 +19,15 @@ from rollstream.config.settings import DataSettings
 from rollstream.data.cache import cache_folder, written_whole
 from rollstream.data.row import parse_row
 from rollstream.data.row_images import resolve
-from rollstream.data.sources import Concatenated, RowSource, custom_rows, data_files, open_source, spool_for
+from rollstream.data.sources import (
+    Concatenated,
+    RowSource,
+    custom_rows,
+    data_files,
+    expand_paths,
+    open_source,
+    spool_for,
+)
 from rollstream.data.values import BadRow
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import PromptRow
@@ -71,6 +79,7 @@ class PromptDataset:
     Args:
         source: The rows.
         prompt_column: The column with the prompt.
+        truth_column: As of `parse_row`.
         shuffle_seed: Visit the rows in the random order of this seed; None: as they come.
         max_samples: Visit this many rows at most; None: all.
         files: The data files, for `file_digests`; None when the rows do not come from files alone.
@@ -85,13 +94,14 @@ class PromptDataset:
         source: RowSource,
         *,
         prompt_column: str = "prompt",
+        truth_column: str | None = None,
         shuffle_seed: int | None = None,
         max_samples: int | None = None,
         files: list[Path] | None = None,
         known: KnownDataset | None = None,
     ) -> None:
         self._source = source
-        self._prompt_column = prompt_column
+        self._prompt_column, self._truth_column = prompt_column, truth_column
         self._files = files
         self._known = known
         self._file_digests: list[FileDigest] | None = None
@@ -124,9 +134,12 @@ class PromptDataset:
         # Whoever gets a row may change it, so each gets a copy; this is the quickest way to a deep one.
         return PromptRow(*marshal.loads(self._row_bytes(index)))
 
+    def _parse(self, index: int) -> tuple[PromptRow, bytes]:
+        return parse_row(self._source.row(index), index, self._prompt_column, self._truth_column)
+
     def _read(self, index: int) -> bytes:
         try:
-            prompt_row, digest = parse_row(self._source.row(index), index, self._prompt_column)
+            prompt_row, digest = self._parse(index)
         except BadRow as error:
             changed = "" if self._digests is None else "; it could be read when the run began"
             raise DataError(f"{self._source.location(index)}: {error}{changed}") from error
@@ -237,7 +250,7 @@ class PromptDataset:
         with spool_for("prompt keys") as digests:
             for index in range(len(self)):
                 try:
-                    prompt_row, digest = parse_row(self._source.row(index), index, self._prompt_column)
+                    prompt_row, digest = self._parse(index)
                 except BadRow as error:
                     bad += 1
                     if len(shown) < _SHOWN_ERRORS:
@@ -265,8 +278,8 @@ def load_prompts(
     """Opens the dataset of a run and checks its first row; `fingerprint` checks all of them.
 
     Args:
-        data: `data` of the configuration; used are train_files, custom_cls, prompt_key, shuffle, seed and
-            train_max_samples. Lengths are for `filter_overlong` and `truncate`.
+        data: `data` of the configuration; used are train_files, custom_cls, prompt_key, ground_truth_key,
+            shuffle, seed and train_max_samples. Lengths are for `filter_overlong` and `truncate`.
         known: What an earlier run found out about its dataset; spares reading all rows when the files are
             the same, byte for byte.
         rows: Given in memory, instead of data that are named.
@@ -292,13 +305,14 @@ def load_prompts(
             raise ConfigError(
                 "data.train_files: not set; name the files with prompts, or train_tasks to build some"
             )
-        paths = [Path(file).expanduser() for file in data.files]
+        paths = expand_paths(data.files)
         sources = [open_source(path) for path in paths]
         source = sources[0] if len(sources) == 1 else Concatenated(sources)
         files = [file for path in paths for file in data_files(path)]
     return PromptDataset(
         source,
         prompt_column=data.prompt_key,
+        truth_column=data.ground_truth_key,
         shuffle_seed=data.seed if data.shuffle else None,
         max_samples=data.train_max_samples if data.train_max_samples > 0 else None,
         files=files,

@@ -12,24 +12,32 @@ from rollstream.trajectory import Message, PromptRow
 UNKNOWN_SOURCE = "unknown"
 """`data_source` of a row that does not say."""
 
-_OTHER_MEDIA = {"videos": "<video>", "audios": "<audio>"}
-"""verl's columns of other media, and where they stand in a text: to be refused, never dropped."""
+_OTHER_MEDIA = ("videos", "audios")
+"""verl's columns of other media: to be refused, never dropped."""
 
-_JSON_COLUMNS = ("extra_info", "reward_model", "tools_kwargs")
+TRUTH_COLUMNS = (
+    *("reward_model.ground_truth", "ground_truth", "answer"),
+    *("label", "solution", "reward_spec.ground_truth"),  # slime; open-r1 and NuminaMath; SkyRL
+)
+"""Where a ground truth is looked for; the first that is there and not null counts."""
+
+_JSON_COLUMNS = ("extra_info", "reward_model", "reward_spec", "tools_kwargs")
 """Columns that hold a mapping, which may also be given as JSON text."""
 
 
-def parse_row(row: Row, index: int, prompt_column: str) -> tuple[PromptRow, bytes]:
+def parse_row(
+    row: Row, index: int, prompt_column: str, truth_column: str | None = None
+) -> tuple[PromptRow, bytes]:
     """Makes a `PromptRow` of a row, verl-style or simple.
 
     | PromptRow | taken from |
     |---|---|
-    | messages | the prompt column: text (one user message) or a list of messages |
-    | ground_truth | `reward_model.ground_truth`, else column `ground_truth`, else column `answer` |
+    | messages | the prompt column: text (one user message), or a list of messages, maybe as JSON text |
+    | ground_truth | `truth_column`, or the first of `TRUTH_COLUMNS` that the row has |
     | tools_kwargs | column `tools_kwargs`, else `extra_info.tools_kwargs` |
     | images | the column `images`, and image parts of messages; see `row_images` |
     | data_source, extra_info, agent_name | the columns of those names |
-    | columns | all columns not used above; `reward_model` without its ground truth, when more is in it |
+    | columns | all columns not used above; a mapping without its ground truth, when more is in it |
 
     Messages are read as those of chat APIs, see `rollstream.chat.messages`; roles of a template's own are taken.
     Images that are paths stay as the row has them: whoever knows the file resolves them.
@@ -38,6 +46,7 @@ def parse_row(row: Row, index: int, prompt_column: str) -> tuple[PromptRow, byte
         row: Values that JSON knows. It is used up: parts of it go into the result.
         index: Position in the dataset.
         prompt_column: The column with the prompt.
+        truth_column: The column with the ground truth; `a.b` is key `b` of the mapping in column `a`.
 
     Returns:
         The prompt row, and the 16 bytes of which its `prompt_key` is the hexadecimal form.
@@ -48,6 +57,8 @@ def parse_row(row: Row, index: int, prompt_column: str) -> tuple[PromptRow, byte
     for column in _JSON_COLUMNS:
         if column in row:
             row[column] = _mapping(row[column], column)
+    if type(prompt := row.get(prompt_column)) is str and (in_text := messages_in_text(prompt)) is not None:
+        row[prompt_column] = in_text
     digest = content_digest(row)
     if prompt_column not in row:
         there = ", ".join(row) or "(none)"
@@ -55,12 +66,12 @@ def parse_row(row: Row, index: int, prompt_column: str) -> tuple[PromptRow, byte
             f"no column {prompt_column!r}; the row has: {there}. data.prompt_key names the prompt's column"
         )
     columns = dict(row)
+    messages, images = _take_messages(columns, prompt_column)
+    ground_truth = _take_ground_truth(columns, truth_column)
     extra_info: dict[str, Any] = columns.pop("extra_info", {})
     tools_kwargs = columns.pop("tools_kwargs", None) or _mapping(
         extra_info.get("tools_kwargs"), "extra_info.tools_kwargs"
     )
-    ground_truth = _take_ground_truth(columns)
-    messages, images = _take_messages(columns, prompt_column)
     prompt_row = PromptRow(
         index=index,
         prompt_key=digest.hex(),
@@ -98,32 +109,52 @@ def _text(value: Any, column: str) -> str | None:
     raise BadRow(f"{column} is {described(value)}, want text")
 
 
-def _take_ground_truth(columns: Row) -> Any:
-    reward_model: dict[str, Any] = columns.pop("reward_model", {})
-    if "ground_truth" in reward_model:
-        ground_truth = reward_model["ground_truth"]
-        rest = {key: value for key, value in reward_model.items() if key != "ground_truth"}
-    else:
-        ground_truth = None
-        rest = reward_model
-        for column in ("ground_truth", "answer"):
-            if columns.get(column) is not None:
-                ground_truth = columns.pop(column)
-                break
-    if rest:
-        columns["reward_model"] = rest
+def _take_ground_truth(columns: Row, truth_column: str | None) -> Any:
+    """The ground truth, which is taken out of the columns; `extra_info` keeps its own."""
+    if truth_column is not None and truth_column.partition(".")[0] not in columns:
+        there = ", ".join(columns) or "(none)"
+        raise BadRow(
+            f"no column {truth_column!r} (data.ground_truth_key); beside the prompt the row has: {there}"
+        )
+    ground_truth = None
+    for name in TRUTH_COLUMNS if truth_column is None else (truth_column,):
+        column, _, key = name.partition(".")
+        value = columns.get(column)
+        if not key and value is not None:
+            ground_truth = columns.pop(column)
+            break
+        if key and type(value) is dict and value.get(key) is not None:
+            ground_truth = value[key]
+            if column != "extra_info":
+                columns[column] = {other: item for other, item in value.items() if other != key}
+            break
+    for column in ("reward_model", "reward_spec"):
+        if columns.get(column) == {}:
+            del columns[column]
     return ground_truth
 
 
 def _take_messages(columns: Row, prompt_column: str) -> tuple[list[Message], list[str | bytes]]:
     messages = _messages(columns.pop(prompt_column), prompt_column)
     image_column = columns.pop("images", None)
-    for column, marker in _OTHER_MEDIA.items():
-        if columns.get(column) and any(marker in str(message.get("content")) for message in messages):
+    for column in _OTHER_MEDIA:
+        if columns.get(column):
             raise BadRow(f"it has {column}, which are not known: only text and images are")
     if not has_images(messages, image_column):
         return messages, []
     return take_images(messages, image_column)
+
+
+def messages_in_text(text: str) -> list[Any] | None:
+    """The messages whose JSON a text is, as Spark, CSV files and many exports have nested columns; else None."""
+    if not text.startswith("["):
+        return None
+    try:
+        messages = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    is_list = type(messages) is list and messages
+    return messages if is_list and all(type(one) is dict and "role" in one for one in messages) else None
 
 
 def _messages(prompt: Any, column: str) -> list[Message]:

@@ -9,6 +9,7 @@ index that slipped into a file (`__index_level_0__`) is a position, not content:
 """
 
 import bisect
+import glob
 import itertools
 import json
 import mmap
@@ -359,6 +360,44 @@ def load_class(path: str | None, name: str | None, setting: str) -> type:
     return loaded
 
 
+def expand_paths(names: Iterable[str]) -> list[Path]:
+    """The files and dataset folders that `data.train_files` names.
+
+    A pattern stands for what it matches, and a folder that is no saved dataset for the data files in it; both
+    come sorted by name. What leads to nothing stays: `open_source` says why.
+
+    Raises:
+        DataError: A folder has files of several formats.
+    """
+    paths: list[Path] = []
+    for name in names:
+        matches = [path := Path(name).expanduser()]
+        if not path.exists():
+            found = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207  may be absolute
+            matches = [Path(match) for match in found] or matches
+        for match in matches:
+            paths += _files_in(match) if match.is_dir() and not _is_dataset(match) else [match]
+    return paths
+
+
+def _is_dataset(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("state.json", "dataset_dict.json", "train/state.json"))
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The data files of a folder, by name; the folder itself if there are none."""
+    by_format: dict[str, list[Path]] = {}
+    for file in sorted(folder.iterdir()):
+        if (kind := _named_format(file)) is not None and file.is_file() and not file.name.startswith("."):
+            by_format.setdefault(kind, []).append(file)
+    if len(by_format) > 1:
+        found = " and ".join(f"{kind} ({files[0].name})" for kind, files in by_format.items())
+        raise DataError(
+            f"{folder}: has files of several formats, {found}; name one by a pattern, as in '*.parquet'"
+        )
+    return next(iter(by_format.values()), [folder])
+
+
 def open_source(path: Path) -> RowSource:
     """Opens a file or dataset folder as rows.
 
@@ -406,7 +445,7 @@ def _format(path: Path) -> str:
         head = file.read(8)
     if not head:
         raise DataError(f"{path}: the file is empty")
-    named = next((kind for ends, kind in _NAMES.items() if path.name.lower().endswith(ends)), None)
+    named = _named_format(path)
     content = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), _JSON)
     found = "text, or something unknown" if content == _JSON else content
     if named is None:
@@ -418,6 +457,10 @@ def _format(path: Path) -> str:
             f"{path}: its name says {named}, but its bytes are {found}; rename or convert it. Read are: {FORMATS}"
         )
     return named
+
+
+def _named_format(path: Path) -> str | None:
+    return next((kind for ends, kind in _NAMES.items() if path.name.lower().endswith(ends)), None)
 
 
 def _missing(path: Path) -> str:
@@ -485,13 +528,10 @@ def _open_parquet(path: Path) -> ArrowRows:
         with (
             pq.ParquetFile(path) as parquet,
             spool_for(str(path)) as spool,
-            pa.ipc.new_stream(
-                spool, parquet.schema_arrow
-            ) as writer,  # a column's dictionary may change in it
+            pa.ipc.new_stream(spool, parquet.schema_arrow) as writer,
         ):
-            for i in range(
-                parquet.metadata.num_row_groups
-            ):  # one at a time: each has dictionaries of its own
+            # One at a time: each has dictionaries of its own, of which a stream (not a file) may have several.
+            for i in range(parquet.metadata.num_row_groups):
                 group = parquet.metadata.row_group(i)
                 row_bytes = max(1, group.total_byte_size // max(1, group.num_rows))
                 rows = max(1, min(_SPOOL_BATCH_ROWS, _SPOOL_BATCH_BYTES // row_bytes))
@@ -517,8 +557,8 @@ def _dataset_files(path: Path) -> tuple[list[Path], list[Path]]:
                 f"name the one to use, as in {path / (splits or ['SPLIT'])[0]}"
             )
         raise DataError(
-            f"{path}: a folder, but no Hugging Face dataset folder (it has no state.json); "
-            f"to use the files in it, list them. Read are: {FORMATS}"
+            f"{path}: a folder without data files, and no Hugging Face dataset folder (it has no state.json). "
+            f"Read are: {FORMATS}"
         )
     try:
         state = orjson.loads((folder / "state.json").read_bytes())

@@ -149,14 +149,20 @@ async def _serve(
             dataset=dataset,
             retry_failed=settings.generation.retry_failed,
             prompt_column=settings.data.prompt_key,
+            truth_column=settings.data.ground_truth_key,
         )
         stack.push_async_callback(sink.close)
         await sink.start()
         log_dir = root.paths.logs
     else:
         client = await stack.enter_async_context(_client(options.buffer))
-        column = settings.data.prompt_key
-        sink = BufferSink(client, task_type=options.task_type, dataset=dataset, prompt_column=column)
+        sink = BufferSink(
+            client,
+            task_type=options.task_type,
+            dataset=dataset,
+            prompt_column=settings.data.prompt_key,
+            truth_column=settings.data.ground_truth_key,
+        )
         scratch = ScratchFolder("gateway")
         stack.callback(scratch.cleanup)
         log_dir = scratch.path

@@ -36,7 +36,7 @@ _PASSING = (401, 403, 404, 405, 409)
 
 
 def read_row(
-    asked: CreateSession, dataset: PromptDataset | None, prompt_column: str, index: int = 0
+    asked: CreateSession, dataset: PromptDataset | None, prompt_column: str, truth_column: str | None
 ) -> PromptRow:
     """The prompt row of a session. Raises `HTTPError`."""
     if dataset is not None:
@@ -55,7 +55,7 @@ def read_row(
     if asked.row is None:
         raise HTTPError(400, "the row is missing, as a line of a prompt file has it", where="row")
     try:
-        row, _ = parse_row(orjson.loads(orjson.dumps(asked.row)), index, prompt_column)
+        row, _ = parse_row(orjson.loads(orjson.dumps(asked.row)), 0, prompt_column, truth_column)
     except BadRow as error:
         raise HTTPError(400, f"row: {error}", where="row") from error
     if row.images:
@@ -75,6 +75,7 @@ class RunSink:
         dataset: its rows; None: they come along.
         retry_failed: also sessions that name no row take rollouts that failed earlier.
         prompt_column: of rows that come along.
+        truth_column: of the same, as of `parse_row`.
     """
 
     def __init__(
@@ -85,9 +86,11 @@ class RunSink:
         dataset: PromptDataset | None,
         retry_failed: bool = False,
         prompt_column: str = "prompt",
+        truth_column: str | None = None,
     ) -> None:
         self.writer = writer
-        self._run, self._dataset, self._column = run, dataset, prompt_column
+        self._run, self._dataset = run, dataset
+        self._prompt_column, self._truth_column = prompt_column, truth_column
         self._n, self._keys = run.manifest.n, run.state.keys
         self._taken: set[RolloutKey] = set()
         self._ids: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -138,7 +141,7 @@ class RunSink:
                 raise HTTPError(409, "every rollout of the run is done, failed or open", "all_done")
             row = self._dataset.row(key.index)
         else:
-            row = read_row(asked, self._dataset, self._column)
+            row = read_row(asked, self._dataset, self._prompt_column, self._truth_column)
             if self._dataset is None:
                 row.index = self._indices.get(row.prompt_key, self._next)
             elif not self._visited[row.index]:
@@ -206,6 +209,7 @@ class BufferSink:
         task_type: of the items; None: of the job that was started last.
         dataset: rows that sessions name; None: they come along.
         prompt_column: of those.
+        truth_column: of those, as of `parse_row`.
     """
 
     def __init__(
@@ -215,13 +219,14 @@ class BufferSink:
         task_type: str | None = None,
         dataset: PromptDataset | None = None,
         prompt_column: str = "prompt",
+        truth_column: str | None = None,
     ) -> None:
         self._client, self._task_type = client, task_type
-        self._dataset, self._column = dataset, prompt_column
+        self._dataset, self._prompt_column, self._truth_column = dataset, prompt_column, truth_column
 
     def place(self, id: str, asked: CreateSession) -> Place:
         """See `Sink`. Seeds, where the run has one, are made of the session's id."""
-        row = read_row(asked, self._dataset, self._column)
+        row = read_row(asked, self._dataset, self._prompt_column, self._truth_column)
         names = [row.columns.get("instance_id"), asked.instance_id, row.prompt_key]
         if self._dataset is None and asked.instance_id is not None:
             names = [asked.instance_id]

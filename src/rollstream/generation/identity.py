@@ -84,6 +84,8 @@ def build_identity(
         f"{DATASET_IDENTITY}.shuffle": data.shuffle,
         f"{DATASET_IDENTITY}.seed": data.seed if data.shuffle else None,
     }
+    if data.ground_truth_key is not None:  # a run directory of before it was known has none
+        identity["data.ground_truth_key"] = data.ground_truth_key
     identity |= agents | launch_identity(settings)
     if (shard := settings.generation.shard_of) is not None:
         identity[SHARD_IDENTITY] = f"{shard[0]}/{shard[1]}"

@@ -336,7 +336,7 @@ async def test_an_input_file_without_labels_or_with_one_id_twice_is_refused(worl
     with pytest.raises(DataError, match="'same' is that of rows 0 and 1"):
         await world.generate()
     world.write_rows(*({"prompt": f"{i} + 1 =", "lable": "7"} for i in range(3)))
-    with pytest.raises(DataError, match=r"no row has a label .*lable"):
+    with pytest.raises(DataError, match=r"no row has a ground truth .*lable"):
         await world.run(math_generator.run_rollout)
     with pytest.raises(ConfigError, match="no reward rule knows data_source"):
         await world.run()

@@ -18,6 +18,7 @@ def data_settings(*files: Path | str, **changes: Any) -> DataSettings:
     values: dict[str, Any] = {
         "train_files": [str(file) for file in files],
         "prompt_key": "prompt",
+        "ground_truth_key": None,
         "max_prompt_length": 1024,
         "truncation": "error",
         "filter_overlong_prompts": False,

@@ -75,6 +75,30 @@ def test_the_fingerprint_is_of_the_rows_not_of_the_files(tmp_path: Path) -> None
     assert sorted(other_order.prompt_keys()) == sorted(datasets[0].prompt_keys())
 
 
+def test_files_by_a_pattern_and_by_a_folder(tmp_path: Path) -> None:
+    shards = tmp_path / "shards"
+    (shards / "more").mkdir(parents=True)
+    for name, rows in (("b-1", ROWS[7:]), ("a-0", ROWS[:7])):
+        write_parquet(shards / f"{name}.parquet", rows)
+    for name in ("README.md", ".a.parquet.tmp", ".hidden.parquet"):
+        (shards / name).write_text("no rows")
+    write_folder(tmp_path / "saved", ROWS)
+    expected = load_prompts(data_settings(write_jsonl(tmp_path / "all.jsonl", ROWS))).fingerprint
+    for name in (shards, shards / "*.parquet", tmp_path / "**" / "?-*.parquet", tmp_path / "sha*"):
+        dataset = load_prompts(data_settings(name))
+        assert dataset.fingerprint == expected, name
+        assert [file["name"] for file in dataset.file_digests or ()] == ["a-0.parquet", "b-1.parquet"]
+    assert load_prompts(data_settings(tmp_path / "save*")).fingerprint == expected
+
+    write_jsonl(shards / "c.jsonl", ROWS)
+    with pytest.raises(DataError, match=r"c\.jsonl"):
+        load_prompts(data_settings(shards))
+    with pytest.raises(DataError, match="no such file"):
+        load_prompts(data_settings(shards / "*.csv"))
+    (shards / "a-[0].jsonl").write_bytes((shards / "c.jsonl").read_bytes())
+    assert len(load_prompts(data_settings(shards / "a-[0].jsonl"))) == len(ROWS)  # a name, not a pattern
+
+
 def test_shuffle_is_seeded_and_cut_after(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     one = load_prompts(data_settings(path, shuffle=True, seed=7)).order.tolist()

@@ -1,5 +1,6 @@
 from typing import Any
 
+import orjson
 import pytest
 
 from rollstream.data.row import parse_row
@@ -42,6 +43,43 @@ def test_where_the_ground_truth_comes_from() -> None:
     assert (prompt_row.ground_truth, prompt_row.columns) == (0, {"answer": "a"})
     prompt_row, _ = parse_row({"prompt": "p", "reward_model": {"style": "model"}, "answer": 1}, 0, "prompt")
     assert (prompt_row.ground_truth, prompt_row.columns) == (1, {"reward_model": {"style": "model"}})
+
+
+@pytest.mark.parametrize(
+    ("column", "rest"),
+    [
+        ({"label": "78"}, {}),
+        ({"problem": "p", "solution": "It is \\boxed{78}."}, {"problem": "p"}),
+        ({"reward_spec": {"method": "rule", "ground_truth": "78"}}, {"reward_spec": {"method": "rule"}}),
+        ({"reward_spec": '{"ground_truth": "78"}'}, {}),
+        ({"answer": "78", "solution": "By hand."}, {"solution": "By hand."}),
+        ({"reward_model": {"style": "rule", "ground_truth": None}, "label": "78"}, None),
+    ],
+)
+def test_the_ground_truth_of_other_projects_rows(column: dict[str, Any], rest: dict[str, Any] | None) -> None:
+    prompt_row, _ = parse_row({"prompt": "What is 37 + 41?", **column}, 0, "prompt")
+    assert prompt_row.ground_truth in ("78", "It is \\boxed{78}.")
+    assert rest is None or prompt_row.columns == rest
+
+
+@pytest.mark.parametrize("key", ["gold", "about.gold", "extra_info.gold"])
+def test_the_ground_truth_of_a_column_that_is_named(key: str) -> None:
+    row = {"prompt": "p", "answer": "a", "gold": 5, "about": {"gold": 5, "n": 1}, "extra_info": {"gold": 5}}
+    prompt_row, digest = parse_row(dict(row), 0, "prompt", key)
+    assert prompt_row.ground_truth == 5
+    assert prompt_row.columns["answer"] == "a"
+    assert prompt_row.extra_info == {"gold": 5}
+    assert digest == parse_row(dict(row), 0, "prompt")[1]
+    with pytest.raises(BadRow, match="gold"):
+        parse_row({"prompt": "p", "answer": "a"}, 0, "prompt", key)
+
+
+def test_messages_as_json_text_are_the_same_row() -> None:
+    row = verl_row(1)
+    text = row | {"prompt": orjson.dumps(row["prompt"]).decode()}
+    assert parse_row(text, 1, "prompt") == parse_row(row, 1, "prompt")
+    for plain in ("[1, 2]", "[]", "[{", '[{"text": "role"}]', '{"role": "user"}'):
+        assert parse_row({"prompt": plain}, 0, "prompt")[0].messages == [{"role": "user", "content": plain}]
 
 
 def test_mappings_as_json_text_are_the_same_row() -> None:
@@ -88,6 +126,8 @@ def test_messages_are_read_as_those_of_chat_apis() -> None:
         ({"prompt": "x", "extra_info": "[1]"}, "extra_info holds JSON that is a list"),
         ({"prompt": "x", "extra_info": {"tools_kwargs": 1}}, r"extra_info\.tools_kwargs is a number \(1\)"),
         ({"prompt": "x", "data_source": 3}, r"data_source is a number \(3\), want text"),
+        ({"prompt": "x", "videos": ["a.mp4"]}, "videos"),
+        ({"prompt": [{"role": "user", "content": "<audio>x"}], "audios": [{"path": "a.wav"}]}, "audios"),
         ({"prompt": "x", "agent_name": ["a"]}, "agent_name is a list, want text"),
     ],
 )

@@ -153,12 +153,6 @@ def test_a_row_whose_images_cannot_be_used(prompt: Any, images: Any, message: st
         parse(prompt, images)
 
 
-def test_other_media_are_refused_not_dropped() -> None:
-    with pytest.raises(BadRow, match="it has videos, which are not known"):
-        parse("<video> what happens?", videos=["a.mp4"])
-    assert parse("what happens?", videos=["a.mp4"]).columns == {"videos": ["a.mp4"]}
-
-
 def test_the_prompt_key_depends_on_the_images() -> None:
     rows = [
         parse("<image>", images)

@@ -271,7 +271,7 @@ def test_what_is_not_there(name: str, message: str) -> None:
 
 
 def test_a_folder_that_is_no_dataset(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="a folder, but no Hugging Face dataset folder"):
+    with pytest.raises(DataError, match="no Hugging Face dataset folder"):
         open_source(tmp_path)
 
 

@@ -39,8 +39,8 @@ _TRAINERS_KEYS = {
 """Keys that the trainer's arguments decide, and by which one."""
 
 _DATA_KEYS = (
-    *("data.train_files", "data.prompt_key", "data.train_max_samples", "data.shuffle", "data.seed"),
-    *("data.custom_cls.path", "data.custom_cls.name", "train_tasks"),
+    *("data.train_files", "data.prompt_key", "data.ground_truth_key", "data.train_max_samples"),
+    *("data.shuffle", "data.seed", "data.custom_cls.path", "data.custom_cls.name", "train_tasks"),
 )
 """Keys that say which prompt rows there are."""
 

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
+from rollstream.data.sources import expand_paths
 from rollstream.errors import ConfigError
 
 NAME = "rollstream"
@@ -182,7 +183,7 @@ def _mapped(settings: Settings) -> dict[str, Any]:
         f"{_MODEL}.path": None if model.path is None else str(Path(model.path).expanduser()),
         f"{_MODEL}.custom_chat_template": _read(model.custom_chat_template),
         f"{_ROLLOUT}.agent.num_workers": rollout.agent.num_workers or 1,
-        "data.train_files": [_absolute(file) for file in data.files],
+        "data.train_files": [_absolute(str(path)) for path in expand_paths(data.files)],
         "data.max_response_length": rollout.response_length,
     }
     given = {

@@ -109,6 +109,7 @@ def _prepare(config: DictConfig) -> VerlPrepared:
     dataset = VerlDataset(
         VerlRows(create_dataset(verl_config), settings.data.prompt_key),
         shuffle_seed=settings.data.seed if settings.data.shuffle else None,
+        truth_column=settings.data.ground_truth_key,
     )
     with contextlib.suppress(DataError):  # a row that cannot be read fails by itself, later
         if "dataproto" in settings.generation.export and len(dataset) and shows_media(dataset.row(0)):

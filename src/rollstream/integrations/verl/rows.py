@@ -169,9 +169,11 @@ class VerlDataset(PromptDataset):
     An index is a position in the dataset that verl made, after its own filter and choice.
     """
 
-    def __init__(self, rows: VerlRows, *, shuffle_seed: int | None) -> None:
+    def __init__(self, rows: VerlRows, *, shuffle_seed: int | None, truth_column: str | None = None) -> None:
         self._rows = rows
-        super().__init__(rows, prompt_column=rows.prompt_column, shuffle_seed=shuffle_seed)
+        super().__init__(
+            rows, prompt_column=rows.prompt_column, truth_column=truth_column, shuffle_seed=shuffle_seed
+        )
 
     def row(self, index: int) -> VerlRow:
         """See `PromptDataset.row`. The repeats of a row share its `sample`, which must not be changed."""
