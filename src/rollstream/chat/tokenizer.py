@@ -14,6 +14,7 @@ import jinja2
 import orjson
 
 from rollstream.chat.byte_level import ByteDecoder, WordEncoder, byte_decoder, word_encoder
+from rollstream.chat.template_form import TemplateForm
 from rollstream.chat.tokenizer_files import ChatTemplate, compile_template, read_json, read_tokenizer
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import Message
@@ -23,8 +24,6 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.t
 
 _FILES = ["*token*.json", "config.json", "generation_config.json", "*.jinja"]
 """What is fetched of a model on the hub."""
-
-_PART_PROBE = "ROLLSTREAMPROBE"
 
 _OPEN_MARK = "ROLLSTREAMOPEN"
 """Stands for what comes next in a message. Letters only: no template trims, escapes or splits it."""
@@ -97,19 +96,9 @@ class ChatTokenizer:
         return re.compile("|".join(map(re.escape, known)) or r"(?!)")
 
     @cached_property
-    def _takes_parts_only(self) -> bool:
-        """Whether the chat template leaves text out unless it is a list of parts, as those of some models
-        with images do.
-        """
-
-        def shows(message: Message) -> bool:
-            try:
-                return _PART_PROBE in self._render([message], None, True)
-            except Exception:
-                return False
-
-        message = {"role": "user", "content": _PART_PROBE}
-        return not shows(message) and shows(_in_parts(message))
+    def form(self) -> TemplateForm:
+        """How conversations have to be written for the chat template to show all of them."""
+        return TemplateForm(lambda messages: self._render(messages, None, True))
 
     @cached_property
     def template_texts(self) -> tuple[str, ...]:
@@ -175,9 +164,12 @@ class ChatTokenizer:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """A conversation as the chat template writes it. Raises `DataError` when the template refuses."""
-        if self._takes_parts_only:
-            messages = [_in_parts(message) for message in messages]
+        """A conversation as the chat template writes it, in the form in which it shows all of it.
+
+        Raises:
+            DataError: the template refuses the conversation, or leaves out a message.
+        """
+        messages = self.form.of(messages)
         try:
             return self._render(messages, tools, add_generation_prompt)
         except Exception as error:
@@ -239,7 +231,7 @@ class ChatTokenizer:
         return None if self._backend is None else byte_decoder(self._backend)
 
     def __getstate__(self) -> dict[str, Any]:
-        remembered = ("_words", "_bytes", "_special_texts")
+        remembered = ("_words", "_bytes", "_special_texts", "form")
         return {name: value for name, value in vars(self).items() if name not in remembered}
 
     def digest(self) -> str:
@@ -407,13 +399,6 @@ def _generation_end_ids(folder: Path) -> list[int]:
     """End tokens that `generation_config.json` names, where there is one."""
     given = (read_json(folder / "generation_config.json") or {}).get("eos_token_id")
     return [i for i in (given if isinstance(given, list) else [given]) if isinstance(i, int)]
-
-
-def _in_parts(message: Message) -> Message:
-    """A message whose text is a list of one part."""
-    if not isinstance(message.get("content"), str):
-        return message
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _is_empty(tokenizer: Any) -> bool:

@@ -470,16 +470,16 @@ class _Templates:
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, first: bool
     ) -> tuple[Sequence[Message], Sequence[int]]:
         schemas = list(tools)
+        placed = self._loop.tokenizer.form.placed(list(messages))
+        shown = [self._escaped(message) for message in placed]
         if images := self._pixels(messages):
-            shown = [self._escaped(message) for message in messages]
             processor = self._loop.resources.images.processor  # type: ignore[union-attr]
             return shown, processor.render(shown, images, tools=schemas or None)
         if not first:  # a rewritten history, or a helper's prompt: as long as it may be
-            shown = [self._escaped(message) for message in messages]
             return shown, self._loop.tokenizer.render(shown, tools=schemas or None)
-        form = orjson.dumps([messages, schemas], option=orjson.OPT_SORT_KEYS)
+        form = orjson.dumps([placed, schemas], option=orjson.OPT_SORT_KEYS)
         key = hashlib.blake2b(form, digest_size=16).hexdigest()
-        return messages, self._loop.resources.prompts.render(list(messages), prompt_key=key, tools=schemas)
+        return placed, self._loop.resources.prompts.render(placed, prompt_key=key, tools=schemas)
 
     def after(self, turn: Turn, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[int]]:
         template = self._loop.resources.template
@@ -498,6 +498,7 @@ class _Templates:
             shown[:0] = template.tool_messages(
                 [call for call, _ in results], [content for _, content in results]
             )
+        shown = self._loop.tokenizer.form.placed([turn.message, *shown])[1:]
         ids = template.ids_after(
             turn.message,
             shown,

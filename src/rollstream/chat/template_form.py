@@ -1,0 +1,198 @@
+"""The form in which a chat template shows a conversation whole.
+
+Templates differ in what they take: content as text or as parts, arguments of calls as mappings or as JSON text,
+system messages at the start only, or none. What a template would refuse or leave out is found out by rendering
+short conversations with marks in them, once for each kind of place, and avoided:
+
+    system, system, user               one system message, its texts joined
+    user, assistant, system, user      as it is, where the template shows it there; else
+    user, assistant, user              the system's text stands before the user's
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from rollstream.errors import DataError
+from rollstream.trajectory import Message
+
+logger = logging.getLogger(__name__)
+
+_BEFORE, _MARK, _AFTER = _MARKS = "ROLLSTREAMBEFORE", "ROLLSTREAMPROBE", "ROLLSTREAMAFTER"
+"""Letters only: no template trims, escapes or splits them."""
+
+_CALL_ID = "c00000000"
+"""Nine letters and digits: Mistral's templates take no other id."""
+
+
+class TemplateForm:
+    """Brings conversations into the form that a chat template shows whole."""
+
+    def __init__(self, render: Callable[[list[Message]], str]) -> None:
+        """`render` is the template; it may raise whatever it likes."""
+        self._render = render
+        self._shown: dict[tuple[str | None, str, str | None], bool] = {}
+        self._has_warned = False
+
+    def of(self, messages: list[Message]) -> list[Message]:
+        """The conversation as the template takes it. Raises `DataError`: see `placed`."""
+        return self._typed(self.placed(messages))
+
+    def placed(self, messages: list[Message]) -> list[Message]:
+        """The conversation with its system messages where the template shows them.
+
+        System messages that follow each other are one. One that the template would refuse or leave out becomes
+        text of the user's turn after it; of the turn before it, where no user's turn follows; else a turn of its
+        own. Rendering it piece by piece gives the same, where each piece begins with an answer.
+
+        Raises:
+            DataError: the template leaves out a message of another role.
+        """
+        if all(message["role"] in ("user", "assistant") for message in messages):
+            return messages
+        joined: list[Message] = []
+        for message in messages:
+            if message["role"] == "system" and joined and joined[-1]["role"] == "system":
+                joined[-1] = _together(joined[-1], message)
+            else:
+                joined.append(message)
+        placed: list[Message] = []
+        moved: Message | None = None
+        for at, message in enumerate(joined):
+            role = message["role"]
+            if moved is not None and role == "user":
+                message, moved = _together(moved, message), None
+            elif moved is not None:
+                _add_as_user(placed, moved)
+                moved = None
+            if role in ("user", "assistant") or self._is_shown(joined, at):
+                placed.append(message)
+            elif role == "system":
+                moved = message
+                self._warn()
+            else:
+                raise DataError(f"the chat template leaves out messages[{at}], which has the role {role!r}")
+        if moved is not None:
+            _add_as_user(placed, moved)
+        return placed
+
+    def _typed(self, messages: list[Message]) -> list[Message]:
+        if self._takes_parts_only:
+            messages = [_in_parts(message) for message in messages]
+        if any(message.get("tool_calls") for message in messages) and self._takes_argument_text:
+            messages = [_with_argument_text(message) for message in messages]
+        return messages
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the chat template takes no system message at some places: their text stands in a user's turn"
+            )
+
+    def _is_shown(self, messages: list[Message], at: int) -> bool:
+        """Whether the template shows a message where it stands, by the roles around it."""
+        role: str = messages[at]["role"]
+        before = messages[at - 1]["role"] if at else None
+        after = messages[at + 1]["role"] if at + 1 < len(messages) else None
+        kind = (before, role, after)
+        if kind not in self._shown:
+            try:
+                text = self._render(self._typed(_probe(*kind)))
+                places = [place for mark in _MARKS if (place := text.find(mark)) >= 0]
+                # A system message that is shown elsewhere is lost when only what is new is rendered.
+                in_place = role != "system" or places == sorted(places)
+                self._shown[kind] = _MARK in text and in_place
+            except Exception:
+                self._shown[kind] = role != "system"  # the conversation itself will be refused, and says why
+        return self._shown[kind]
+
+    @cached_property
+    def _takes_parts_only(self) -> bool:
+        """Whether the template leaves text out unless it is a list of parts, as those of some models with images."""
+
+        def shows(message: Message) -> bool:
+            try:
+                return _MARK in self._render([message])
+            except Exception:
+                return False
+
+        message = {"role": "user", "content": _MARK}
+        return not shows(message) and shows(_in_parts(message))
+
+    @cached_property
+    def _takes_argument_text(self) -> bool:
+        """Whether arguments of calls have to be JSON text: a mapping is refused, or shown as Python writes it."""
+        arguments = {_BEFORE: _AFTER}
+
+        def shown(message: Message) -> str:
+            try:
+                return self._render([{"role": "user", "content": "."}, message])
+            except Exception:
+                return ""
+
+        message: Message = {"role": "assistant", "content": "", "tool_calls": [_call(arguments)]}
+        as_mapping, as_text = shown(message), shown(_with_argument_text(message))
+        return json.dumps(arguments) in as_text and (not as_mapping or str(arguments) in as_mapping)
+
+
+def _probe(*roles: str | None) -> list[Message]:
+    """A short conversation with marked messages of these roles; None: nothing stands there."""
+    messages: list[Message] = []
+    for role, mark in zip(roles, _MARKS, strict=True):
+        if role in ("assistant", "tool") and all(message["role"] == "system" for message in messages):
+            messages.append({"role": "user", "content": "."})
+        last = messages[-1]["role"] if messages else None
+        if role == "tool" and last not in ("assistant", "tool"):
+            messages.append({"role": "assistant", "content": ""})
+        if role == "tool" and last != "tool":
+            messages[-1] = {**messages[-1], "tool_calls": [_call({})]}
+        if role == "tool":
+            messages.append({"role": role, "content": mark, "tool_call_id": _CALL_ID, "name": "f"})
+        elif role is not None:
+            messages.append({"role": role, "content": mark})
+    return messages
+
+
+def _call(arguments: Any) -> dict[str, Any]:
+    return {"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def _together(one: Message, other: Message) -> Message:
+    """The second message with the content of both."""
+    first, second = one.get("content") or "", other.get("content") or ""
+    if isinstance(first, str) and isinstance(second, str):
+        return {**other, "content": f"{first}\n\n{second}"}
+    return {**other, "content": [*_parts(first), *_parts(second)]}
+
+
+def _add_as_user(placed: list[Message], system: Message) -> None:
+    if placed and placed[-1]["role"] == "user":
+        placed[-1] = {**placed[-1], "content": _together(placed[-1], system)["content"]}
+    else:
+        placed.append({"role": "user", "content": system["content"]})
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _in_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": _parts(content)} if isinstance(content, str) else message
+
+
+def _with_argument_text(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _text(call["function"].get("arguments"))}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _text(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
