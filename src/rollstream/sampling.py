@@ -21,6 +21,13 @@ SERVER_SAMPLING = (*PENALTIES, *STRUCTURED, "logit_bias", "min_p", "min_tokens")
 """What both SGLang and vLLM take."""
 
 
+_NEUTRAL: dict[str, float] = {
+    **{"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "min_tokens": 0},
+    **{"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
+}
+"""Values that leave the model's own distribution as it is."""
+
+
 def server_sampling(*, has_tokenizer: bool) -> tuple[str, ...]:
     """What a server takes: without its tokenizer it can follow no grammar."""
     return SERVER_SAMPLING if has_tokenizer else (*PENALTIES, "logit_bias", "min_p", "min_tokens")
@@ -76,6 +83,26 @@ def sampling_of_row(sampling: SamplingParams, given: Any) -> SamplingParams:
         if name in fields:
             fields[name] = tuple(fields[name])
     return replace(sampling, **fields, extra={**sampling.extra, **values})
+
+
+def changes_of_distribution(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes the distribution that is drawn from another one than the model's own.
+
+    Args:
+        values: sampling parameters by their names here; others do not count.
+    """
+    named = {name: values[name] for name in (*_NEUTRAL, *STRUCTURED, "logit_bias") if name in values}
+    return {
+        name: value
+        for name, value in named.items()
+        if value not in (None, "") and value != {} and value != _NEUTRAL.get(name)
+    }
+
+
+def sampling_changes(sampling: SamplingParams) -> dict[str, Any]:
+    """The same of a request's parameters."""
+    own = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")}
+    return changes_of_distribution({**own, **sampling.extra})
 
 
 def schema_text(schema: str | Mapping[str, Any]) -> str:

@@ -52,6 +52,8 @@ def print_trajectory(found: FoundTrajectory, *, tokens: bool, console: Console |
             f"{sampled} of them sampled (mask 1)"
         )
     )
+    if row["response_logprobs"] is not None and found.manifest.logprobs_text:
+        console.print(Text(f"log-probs: {found.manifest.logprobs_text}"))
     if len(row["policy_versions"]) > 1 or row["policy_versions"][0]["version"] != 0:
         console.print(Text(f"policy versions: {_versions(row['policy_versions'])}"))
     texts = _token_text(found)

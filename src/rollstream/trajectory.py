@@ -8,6 +8,9 @@ from typing import Any, Literal
 FinishReason = Literal["stop", "length", "abort"]
 """Why an engine stopped: an end token or stop string, the token limit, or an abort."""
 
+LogprobKind = Literal["raw", "processed"]
+"""What log-probs are of: the model's own distribution, or the one that was drawn from."""
+
 Message = dict[str, Any]
 """One chat message: `role`, `content`, and what else the chat template knows (`tool_calls`, ...)."""
 

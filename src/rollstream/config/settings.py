@@ -104,6 +104,7 @@ class RolloutSettings:
     ignore_eos: bool
     extra_sampling: dict[str, Any]
     calculate_log_probs: bool
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None
     prompt_length: Count
     response_length: Count
     max_model_len: Count | None

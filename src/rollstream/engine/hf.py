@@ -332,4 +332,4 @@ def _create(options: EngineOptions) -> HFEngine:
     )
 
 
-KIND = EngineKind("hf", _create, ENGINE_KWARGS, DATA_DECIDING_KWARGS, is_embedded=True)
+KIND = EngineKind("hf", _create, ENGINE_KWARGS, DATA_DECIDING_KWARGS, is_embedded=True, logprobs="processed")

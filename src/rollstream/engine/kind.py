@@ -8,6 +8,7 @@ from typing import Any
 from rollstream.engine.base import Engine
 from rollstream.engine.checks import read_engine_kwargs
 from rollstream.engine.replica import Replica
+from rollstream.trajectory import LogprobKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class EngineKind:
     """Runs below this process, and has no URLs."""
     is_token_exact: bool = True
     """Takes and gives token ids."""
+    logprobs: LogprobKind | None = None
+    """What its log-probs are of, where that is known before it is started."""
     launches: tuple[str, ...] = ()
     """Servers that rollstream can launch for it."""
     make_replica: Callable[[str, EngineOptions], Replica] | None = None

@@ -56,6 +56,7 @@ class LaunchRequest:
     """None: the server's own default."""
     dtype: str = "auto"
     load_format: str = "auto"
+    logprobs_mode: str | None = None
     trust_remote_code: bool = False
     tokenizer_path: str | None = None
     seeds: bool = False
@@ -257,6 +258,7 @@ _ARGUMENTS = (
     ),
     _Argument("dtype", "dtype", "dtype", "dtype", None),
     _Argument("load_format", "load_format", "load-format", "load-format", None),
+    _Argument("logprobs_mode", None, None, "logprobs-mode", None),
     _Argument("max_model_len", "max_model_len", "context-length", "max-model-len", "max-model-len"),
     _Argument("trust_remote_code", None, "trust-remote-code", "trust-remote-code", None),
     # Without it SGLang ignores seeds silently. It is slower, so only where seeds are wanted.

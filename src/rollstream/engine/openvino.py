@@ -302,4 +302,4 @@ def _create(options: EngineOptions) -> OpenVINOEngine:
     )
 
 
-KIND = EngineKind("openvino", _create, ENGINE_KWARGS, DATA_DECIDING_KWARGS, is_embedded=True)
+KIND = EngineKind("openvino", _create, ENGINE_KWARGS, DATA_DECIDING_KWARGS, is_embedded=True, logprobs="raw")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rollstream.engine.base import Capabilities, Engine
 from rollstream.engine.checks import ids_fit
@@ -13,10 +13,13 @@ from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.launch_plan import LaunchRequest
 from rollstream.engine.replica import Replica
 from rollstream.errors import ConfigError, unknown_name
-from rollstream.sampling import check_extra
+from rollstream.sampling import check_extra, sampling_changes
 from rollstream.trajectory import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+"""By vLLM's and verl's names."""
 
 _MODULES = {
     "hf": "rollstream.engine.hf",
@@ -147,6 +150,7 @@ def check_capabilities(
     prompt_length: int,
     response_length: int,
     max_model_len: int | None,
+    logprobs_mode: LogprobsMode | None = None,
 ) -> None:
     """Refuses a run that asks for more than its engine can give (R8). Call it once `start` has returned.
 
@@ -156,6 +160,7 @@ def check_capabilities(
         prompt_length: longest prompt, in tokens.
         response_length: longest response, in tokens.
         max_model_len: the user's own limit; None leaves it to the engine.
+        logprobs_mode: what log-probs are wanted of; None takes the engine's.
 
     Raises:
         ConfigError: naming every key that asks for too much.
@@ -176,6 +181,13 @@ def check_capabilities(
             problems.append(f"it cannot go on after an end token; set {rollout}.ignore_eos=false")
     if sampling.logprobs and capabilities.logprobs == "none":
         problems.append(f"it has no log-probs; set {rollout}.calculate_log_probs=false")
+    changes = sampling_changes(sampling)
+    if sampling.logprobs and logprobs_mode not in (None, f"{capabilities.logprobs}_logprobs") and changes:
+        given = ", ".join(f"{name} {value}" for name, value in changes.items())
+        problems.append(
+            f"its log-probs are {capabilities.logprobs}, and with {given} those are no {logprobs_mode} "
+            f"({rollout}.logprobs_mode; vLLM servers take --logprobs-mode, and engine hf gives processed ones)"
+        )
     if sampling.seed is not None and not capabilities.seeds:
         problems.append(
             "it does not honour seeds; set generation.seed=null "

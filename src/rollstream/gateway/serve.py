@@ -170,6 +170,8 @@ async def _serve(
     stack.push_async_callback(engine.close)
     await signals.unless_stopped(engine.start())
     setup.check_engine(engine, longest=False)
+    if isinstance(sink, RunSink) and setup.sampling.logprobs:
+        root.note_logprobs(engine.capabilities.logprobs)
     resources = setup.agent_resources(engine)
     endpoint = Endpoint(
         "rollstream",

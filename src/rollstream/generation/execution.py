@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -20,7 +20,7 @@ from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.pool import PoolEngine
 from rollstream.engine.ray_package import import_ray
 from rollstream.engine.ray_plan import replica_resources
-from rollstream.engine.registry import replica_maker
+from rollstream.engine.registry import engine_kind, replica_maker
 from rollstream.engine.replica import Replica
 from rollstream.errors import ConfigError, EngineError
 from rollstream.generation.setup import (
@@ -76,6 +76,8 @@ class Execution:
     """Attempts that failed and were followed by another."""
     reward_failed: Callable[[], int]
     """Rollouts that completed but could not be scored."""
+    logprobs: Literal["raw", "processed", "none"] | None = None
+    """What the engine's log-probs are of."""
     engine: object = None
     """Asked how busy it is, see `ask_load`."""
     replicas: Callable[[], tuple[int, int] | None] = lambda: None
@@ -116,12 +118,14 @@ class Start:
         self.stack.push_async_callback(executor.close)
         await self.stop.unless_stopped(executor.start())
         stats = executor.stats
+        kind = engine_kind(self.settings.actor_rollout_ref.rollout.name)
         # Of servers by URL the workers know whether they are there, not this process.
         return Execution(
             executor,
             waits=lambda: not stats.is_available,
             retries=lambda: stats.counts.retries,
             reward_failed=lambda: stats.counts.reward_errors,
+            logprobs=kind.logprobs if engine is None else engine.capabilities.logprobs,
             engine=stats.engine,
             replicas=engine.replica_counts if isinstance(engine, LaunchedEngine) else lambda: None,
         )
@@ -156,6 +160,7 @@ async def start_execution(start: Start) -> Execution:
         waits=lambda: not built.is_available,
         retries=lambda: built.counts.retries,
         reward_failed=lambda: built.counts.reward_errors,
+        logprobs=engine.capabilities.logprobs,
         engine=engine,
         replicas=engine.replica_counts if isinstance(engine, HasReplicas) else lambda: None,
     )

@@ -461,6 +461,8 @@ class _Run:
                 Start(prepared, writer, self._directory.paths.logs, self._stop, stack, self._count)
             )
             self._waits.begin(None)
+            if prepared.sampling.logprobs:
+                self._directory.note_logprobs(execution.logprobs)
             executor = execution.executor
             self._window = executor.counters
             keys = self._directory.state.keys

@@ -269,6 +269,7 @@ class RolloutSetup:
             prompt_length=rollout.prompt_length if longest else 1,
             response_length=rollout.response_length if longest else 1,
             max_model_len=rollout.max_model_len,
+            logprobs_mode=rollout.logprobs_mode,
         )
 
     def _check_chat(self, engine: Engine) -> None:
@@ -509,6 +510,7 @@ def launch_request(settings: Settings) -> LaunchRequest | None:
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         dtype=rollout.dtype,
         load_format=rollout.load_format,
+        logprobs_mode=rollout.logprobs_mode,
         trust_remote_code=settings.actor_rollout_ref.model.trust_remote_code,
         tokenizer_path=settings.actor_rollout_ref.model.tokenizer_path,
         seeds=settings.generation.seed is not None,

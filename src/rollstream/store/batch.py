@@ -30,7 +30,10 @@ import pyarrow.parquet as pq
 from rollstream.errors import DamageError, RunDirectoryError, StorageError
 from rollstream.store.journal import ScanReport, scan, sync_folder, write_file_durably
 from rollstream.store.records import RecordCodec, RolloutRecord, TrajectoryRecord, scoring_failed
-from rollstream.trajectory import Metrics
+from rollstream.trajectory import LogprobKind, Metrics
+
+_LOGPROBS = b"rollstream.logprobs"
+"""Metadata key of what the log-probs are of."""
 
 METRIC_NAMES = tuple(field.name for field in fields(Metrics))
 
@@ -251,7 +254,9 @@ def _offsets(parts: Sequence[Sized]) -> npt.NDArray[np.int32]:
     return offsets
 
 
-def seal_journal(journal: Path, batch: Path, run_id: bytes) -> ScanReport:
+def seal_journal(
+    journal: Path, batch: Path, run_id: bytes, logprobs: LogprobKind | None = None
+) -> ScanReport:
     """Writes the whole frames of a journal file as a batch, durably; the journal is left to the caller.
 
     A batch is written even when some frames are damaged; the report says so. When there is no whole
@@ -264,13 +269,19 @@ def seal_journal(journal: Path, batch: Path, run_id: bytes) -> ScanReport:
         if (frame.index, frame.repeat) not in records:
             records[frame.index, frame.repeat] = codec.decode_rollout(frame.body)
     if records:
-        write_table_durably(batch, build_table(list(records.values())), batch_metadata(run_id))
+        write_table_durably(batch, build_table(list(records.values())), batch_metadata(run_id, logprobs))
     return report
 
 
-def batch_metadata(run_id: bytes) -> dict[str, str]:
-    """Key-value metadata of every Parquet file of a run."""
-    return {"rollstream.format": BATCH_FORMAT, "rollstream.run_id": run_id.hex()}
+def batch_metadata(run_id: bytes, logprobs: LogprobKind | None = None) -> dict[str, str]:
+    """Key-value metadata of every Parquet file of a run; `logprobs`: see `Manifest`."""
+    found = {"rollstream.format": BATCH_FORMAT, "rollstream.run_id": run_id.hex()}
+    return found if logprobs is None else {**found, _LOGPROBS.decode(): logprobs}
+
+
+def logprobs_of(footer: pq.FileMetaData) -> LogprobKind | None:
+    """What the log-probs of a batch or artifact are of; None where it does not say."""
+    return {b"raw": "raw", b"processed": "processed"}.get((footer.metadata or {}).get(_LOGPROBS, b""))  # type: ignore[return-value]
 
 
 def write_table_durably(path: Path, table: pa.Table, metadata: dict[str, str]) -> None:

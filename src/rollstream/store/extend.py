@@ -82,13 +82,14 @@ def extend_run(
     if not check_identity(root, manifest.identity, wanted.identity, extend=True):
         return
     tools = {**manifest.tools, **wanted.tools}
-    new = msgspec.structs.replace(wanted, run_id=manifest.run_id, created=manifest.created, tools=tools)
+    own = {name: getattr(manifest, name) for name in ("run_id", "created", "logprobs")}
+    new = msgspec.structs.replace(wanted, **own, tools=tools)
     paths = RunPaths(root)
     try:
         state = recover(paths, manifest)
         open_journals = [] if state.open_journal is None else [state.open_journal]
         for number in [*state.unsealed, *open_journals]:
-            seal_journal(paths.journal(number), paths.batch(number), manifest.run_id_bytes)
+            seal_journal(paths.journal(number), paths.batch(number), manifest.run_id_bytes, manifest.logprobs)
             paths.journal(number).unlink()
         sync_folder(paths.journals)
         old = _old_keys(paths, manifest)
@@ -198,7 +199,7 @@ def _rewrite(
     for made in (target.batches, target.removed, target.failures):
         made.mkdir(parents=True)
     left = {row: number for number, row in enumerate(row for row in moved if moved[row] is None)}
-    metadata = batch_metadata(manifest.run_id_bytes)
+    metadata = batch_metadata(manifest.run_id_bytes, manifest.logprobs)
     pieces = ((folder, piece) for folder, path in _files(paths) for piece in _pieces(path))
     for number, (folder, table) in enumerate(pieces):
         rows = [(folder, index) for index in table["index"].to_pylist()]

@@ -11,7 +11,9 @@ import msgspec
 import orjson
 
 from rollstream.errors import IdentityMismatchError, RunDirectoryError
+from rollstream.sampling import changes_of_distribution
 from rollstream.store.journal import write_file_durably
+from rollstream.trajectory import LogprobKind
 
 FORMAT = "rollstream.run/2"
 
@@ -49,6 +51,24 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tools: dict[str, Any] = msgspec.field(default_factory=dict)
     """Schemas of the tools that prompts may show, by digest; `extra` of a trajectory names its own in `shown_tools`."""
 
+    logprobs: LogprobKind | None = None
+    """What the log-probs are of: the engine says it when it has started. None: there are none, or none yet."""
+
+    @property
+    def sampling_changes(self) -> dict[str, Any]:
+        """Sampling parameters of the run by which tokens are not drawn from the model's own distribution."""
+        rollout = self.config.get("actor_rollout_ref", {}).get("rollout", {})
+        return changes_of_distribution({**rollout, **(rollout.get("extra_sampling") or {})})
+
+    @property
+    def logprobs_text(self) -> str:
+        """`logprobs` for people; "" where there are none."""
+        if self.logprobs == "raw" and (changes := self.sampling_changes):
+            return (
+                f"raw: of the model, before {', '.join(f'{name} {value}' for name, value in changes.items())}"
+            )
+        return self.logprobs or ""
+
     @property
     def run_id_bytes(self) -> bytes:
         """The run id as 16 bytes."""
@@ -63,6 +83,7 @@ def new_manifest(
     versions: Mapping[str, str],
     config: Mapping[str, Any],
     tools: Mapping[str, Any] | None = None,
+    logprobs: LogprobKind | None = None,
 ) -> Manifest:
     """A manifest for a new run."""
     return Manifest(
@@ -74,6 +95,7 @@ def new_manifest(
         versions=dict(versions),
         config=dict(config),
         tools=dict(tools or {}),
+        logprobs=logprobs,
     )
 
 

@@ -28,6 +28,7 @@ from rollstream.store.batch import (
     column_values,
     file_rows,
     forget_old_digests,
+    logprobs_of,
     read_tables,
     reading,
     recorded_digests,
@@ -183,7 +184,9 @@ def merge_batches(
         ranks = _ranks(batches)
         count = int((ranks != _LEFT_OUT).sum())
         _refuse_fewer(paths, run_id, count)
-        metadata = tagged(batch_metadata(run_id), rewards.tag)
+        kinds = {logprobs_of(pq.read_metadata(path)) for path in batches} - {None}
+        kind = kinds.pop() if len(kinds) == 1 else None
+        metadata = tagged(batch_metadata(run_id, kind), rewards.tag)
         metadata[_MERGED_KEY.decode()] = " ".join(sorted(_batch_names(paths, numbers).values()))
         parts = _sorted_tables(
             tables, ranks, range(count), sum(map(_encoded_bytes, batches)), bucket_bytes, spread

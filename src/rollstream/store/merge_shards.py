@@ -262,7 +262,7 @@ def _write(
     for made in (paths.journals, paths.batches, paths.failures, paths.logs):
         made.mkdir()
     manifest = _merged_manifest(shards[0].manifest, output)
-    metadata = batch_metadata(manifest.run_id_bytes)
+    metadata = batch_metadata(manifest.run_id_bytes, manifest.logprobs)
     number = 0
     for shard in shards:
         logger.info("reading %s: %d trajectories", shard.root, shard.status.rows)
@@ -320,6 +320,7 @@ def _merged_manifest(shard: Manifest, output: Path) -> Manifest:
         versions=shard.versions,
         config=config,
         tools=shard.tools,
+        logprobs=shard.logprobs,
     )
 
 

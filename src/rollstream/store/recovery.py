@@ -270,7 +270,9 @@ def _copy_rollouts(paths: RunPaths, manifest: Manifest, source: Path, state: Run
             yield rewards.recorded(table.filter(to_arrow(wanted[at : at + len(table)])), tag)
             at += len(table)
 
-    write_tables_durably(paths.batch(number), kept(), batch_metadata(manifest.run_id_bytes))
+    write_tables_durably(
+        paths.batch(number), kept(), batch_metadata(manifest.run_id_bytes, manifest.logprobs)
+    )
     if state is not None:
         state.add_batch(number, keys[wanted])
     return int(wanted.sum())
@@ -378,7 +380,7 @@ def _recover_journals(paths: RunPaths, manifest: Manifest, state: RunState) -> N
             report.damage.append(Damage(path, report.end, report.torn, "unfinished frame in a closed file"))
         if report.damage:
             if number not in sealed:
-                seal_journal(path, paths.batch(number), manifest.run_id_bytes)
+                seal_journal(path, paths.batch(number), manifest.run_id_bytes, manifest.logprobs)
                 state.batches += [number] * (rows > 0)
             quarantine_file(paths, path)
             state.damage.extend(f"journal/{damage}" for damage in report.damage)

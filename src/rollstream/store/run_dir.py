@@ -3,14 +3,18 @@
 import os
 import time
 from pathlib import Path
+from typing import Literal
 
-from rollstream.errors import RunDirectoryError, StorageError
+import msgspec
+
+from rollstream.errors import ConfigError, RunDirectoryError, StorageError
 from rollstream.store.journal import sync_folder, write_file_durably
 from rollstream.store.lock import RunLock
 from rollstream.store.manifest import Manifest, check_identity, read_manifest, write_manifest
 from rollstream.store.paths import RunPaths
 from rollstream.store.recovery import RunState, recover
 from rollstream.store.scores import score_folder
+from rollstream.trajectory import LogprobKind
 
 
 class RunDirectory:
@@ -21,6 +25,22 @@ class RunDirectory:
         self.manifest = manifest
         self.state = state
         self._lock = lock
+
+    def note_logprobs(self, kind: LogprobKind | Literal["none"] | None) -> None:
+        """Says in `run.json` what the log-probs are of that come from now on, if there are any.
+
+        Raises:
+            ConfigError: finished rollouts have the other kind: one dataset has one.
+        """
+        if kind in (None, "none") or kind == self.manifest.logprobs:
+            return
+        if self.manifest.logprobs is not None and self.state.keys.done:
+            raise ConfigError(
+                f"{self.paths.root} has {self.manifest.logprobs} log-probs, and its engine now gives {kind} "
+                "ones: start the servers as they were (--logprobs-mode), or take another --output"
+            )
+        self.manifest = msgspec.structs.replace(self.manifest, logprobs=kind)
+        write_manifest(self.paths.root, self.manifest)
 
     def close(self) -> None:
         """Gives the lock back. Idempotent."""

@@ -339,7 +339,7 @@ class StoreWriter:
 
     def _seal(self, number: int) -> None:
         journal = self._paths.journal(number)
-        report = seal_journal(journal, self._paths.batch(number), self._run_id)
+        report = seal_journal(journal, self._paths.batch(number), self._run_id, self._run.manifest.logprobs)
         if report.damage or report.torn:
             raise StorageError(
                 f"{journal} changed under the run ({report.damage or 'torn'}); its whole frames are in "

@@ -243,6 +243,7 @@ class RunSource(Source):
         if self.manifest is not None:
             created = time.strptime(self.manifest.created, "%Y-%m-%dT%H:%M:%SZ")
             found |= {"model": self._model().get("path"), "n": self.manifest.n}
+            found["logprobs"] = self.manifest.logprobs_text or None
             rows = self.manifest.identity.get("data.rows.count")  # of the files: a run may take some of them
             found["prompts"] = counts["total"] // self.manifest.n if counts.get("total") else rows
             found["started"] = calendar.timegm(created)

@@ -44,6 +44,30 @@ def test_what_an_engine_cannot_give_is_an_error_at_start() -> None:
         check(replace(STRONG, extra_sampling=("min_p",)), penalised)
 
 
+@pytest.mark.parametrize("kind", ["raw", "processed"])
+def test_log_probs_of_the_other_kind_are_refused_where_they_differ(kind: Any) -> None:
+    engine = replace(STRONG, logprobs=kind, extra_sampling=("min_p",))
+
+    def start(wanted: Any, sampling: SamplingParams) -> None:
+        lengths = {"prompt_length": 1, "response_length": 1, "max_model_len": None}
+        check_capabilities(engine, sampling, logprobs_mode=wanted, **lengths)
+
+    other = "raw_logprobs" if kind == "processed" else "processed_logprobs"
+    changes: list[dict[str, Any]] = [
+        {"temperature": 0.7},
+        {"top_p": 0.9},
+        {"top_k": 20},
+        {"extra": {"min_p": 0.1}},
+    ]
+    for changed in changes:
+        start(f"{kind}_logprobs", SamplingParams(1, **changed))
+        start(None, SamplingParams(1, **changed))
+        start(other, SamplingParams(1, logprobs=False, **changed))
+        with pytest.raises(ConfigError, match="logprobs_mode"):
+            start(other, SamplingParams(1, **changed))
+    start(other, SamplingParams(1, stop=("a",)))  # both are the same
+
+
 def test_an_engine_without_token_ids_is_said_once_and_gives_less(caplog: pytest.LogCaptureFixture) -> None:
     speaks = replace(STRONG, token_ids=False, logprobs="none", seeds=False, stop_token_ids=False)
     check(speaks, SamplingParams(40, logprobs=False, stop=("a",)))

@@ -193,8 +193,8 @@ async def test_a_journal_that_is_sealed_meanwhile_is_read_as_a_batch(
     run, lock = await unfinished(tmp_path / "run"), RunLock(tmp_path / "run" / "run.lock")
     sealed: list[Path] = []
 
-    def by_the_writer(journal: Path, batch: Path, run_id: bytes) -> None:
-        seal_journal(journal, run / "batches" / batch.name, run_id)
+    def by_the_writer(journal: Path, batch: Path, *given: Any) -> None:
+        seal_journal(journal, run / "batches" / batch.name, *given)
         journal.unlink()
         sealed.append(journal)
         raise FileNotFoundError(journal)

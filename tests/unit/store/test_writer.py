@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from rollstream.errors import IdentityMismatchError, RunDirectoryError, StorageError
+from rollstream.errors import ConfigError, IdentityMismatchError, RunDirectoryError, StorageError
 from rollstream.store.journal import JournalFile, ScanReport, scan
 from rollstream.store.merge import merge_batches
 from rollstream.store.records import EncodingError, RecordCodec
@@ -431,3 +431,29 @@ async def test_order_of_syncs_renames_and_deletions(tmp_path: Path, monkeypatch:
         "rename trajectories.parquet.sha256.tmp trajectories.parquet.sha256",
         f"fsync {tmp_path.name}",
     ]
+
+
+async def test_files_say_what_the_log_probs_are_of(tmp_path: Path) -> None:
+    def said() -> list[bytes | None]:
+        files = [*sorted(tmp_path.glob("batches/*.parquet")), tmp_path / "trajectories.parquet"]
+        return [pq.read_metadata(file).metadata.get(b"rollstream.logprobs") for file in files]
+
+    with open_dir(tmp_path) as run:
+        writer = StoreWriter(run, save_batch_size=1, pull_timeout=60)
+        writer.start()
+        run.note_logprobs("processed")
+        run.note_logprobs("raw")  # nothing is done yet: another engine may have been tried first
+        await writer.commit(rollout(0))
+        await writer.commit(rollout(1))
+        with pytest.raises(ConfigError):
+            run.note_logprobs("processed")
+        await writer.close()
+        merge_batches(run.paths, run.manifest.run_id_bytes)
+    assert said() == [b"raw", b"raw", b"raw"]
+    (tmp_path / "batches" / "batch_000000.parquet").unlink()  # comes back from the artifact
+    with open_dir(tmp_path) as run:
+        run.note_logprobs("raw")
+        with pytest.raises(ConfigError):
+            run.note_logprobs("processed")
+        assert run.manifest.logprobs == "raw"
+    assert said() == [b"raw", b"raw", b"raw"]

@@ -189,6 +189,7 @@ def _mapped(settings: Settings) -> dict[str, Any]:
     given = {
         "data.tool_config_path": _absolute(data.tool_config_path),
         f"{_ROLLOUT}.gpu_memory_utilization": rollout.gpu_memory_utilization,
+        f"{_ROLLOUT}.logprobs_mode": rollout.logprobs_mode,
     }
     return values | {key: value for key, value in given.items() if value is not None}
 

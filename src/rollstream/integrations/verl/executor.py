@@ -13,7 +13,7 @@ import contextlib
 import importlib.util
 import logging
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +215,11 @@ async def _start(start: Start, prepared: VerlPrepared) -> Execution:
             follows=follows,
         )
 
-    return await start_in_workers(start, recipe, has_engine=not starts_servers)
+    execution = await start_in_workers(start, recipe, has_engine=not starts_servers)
+    if not starts_servers:
+        return execution
+    raw = config.actor_rollout_ref.rollout.get("logprobs_mode") == "raw_logprobs"
+    return replace(execution, logprobs="raw" if raw else "processed")
 
 
 def start_servers(servers: Any, stack: AsyncExitStack) -> "asyncio.Task[None]":

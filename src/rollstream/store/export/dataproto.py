@@ -38,13 +38,15 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from rollstream.errors import ConfigError
 from rollstream.memory import check_memory
-from rollstream.store.batch import read_tables
+from rollstream.sampling import changes_of_distribution
+from rollstream.store.batch import logprobs_of, read_tables
 from rollstream.store.export.files import JSON_COLUMNS, decode_row, replacing
 from rollstream.store.merge import MergeCancelledError, until
-from rollstream.trajectory import sampled_stretches
+from rollstream.trajectory import LogprobKind, sampled_stretches
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +118,8 @@ class _Layout:
     prompt_width: int
     response_width: int
     with_logprobs: bool
+    logprobs: LogprobKind | None
+    """What they are of; None where the artifact does not say."""
     with_scores: bool
     extra: Sequence[str]
     """Names of the rows' own columns, and of what loops added."""
@@ -150,6 +154,7 @@ def export_dataproto(
     *,
     options: DataProtoOptions = DataProtoOptions(),
     images: Callable[[], ImageInputs] | None = None,
+    sampling: Mapping[str, Any] | None = None,
 ) -> int:
     """Writes `target`, or `<stem>-00000-of-00004<suffix>` and so on beside it; returns the rows written.
 
@@ -162,6 +167,7 @@ def export_dataproto(
         cancelled: asked now and then.
         options: see there.
         images: makes what reads the images; called if a row has some.
+        sampling: what of the run's sampling changes the model's distribution, see `Manifest`.
 
     Raises:
         ConfigError: packages are missing, a width is too small, rows without reward are in the way, or images
@@ -175,7 +181,7 @@ def export_dataproto(
         value = getattr(options, option)
         if value is not None and value < 1:
             raise ConfigError(f"--{option.replace('_', '-')} must be at least 1 (it is {value})")
-    layout = _survey(artifact, options, cancelled, images)
+    layout = _survey(artifact, options, cancelled, images, sampling or {})
     per_file = min(layout.rows, options.max_rows_per_file or layout.rows)
     widths = f"--prompt-width {layout.prompt_width}, --response-width {layout.response_width}"
     check_memory(layout.size(per_file), f"{widths}: a file of {per_file} rows (--max-rows-per-file)")
@@ -222,10 +228,11 @@ def _survey(
     options: DataProtoOptions,
     cancelled: Callable[[], bool],
     images: Callable[[], ImageInputs] | None,
+    sampling: Mapping[str, Any],
 ) -> _Layout:
     """Reads the artifact once for its lengths and names, and for what cannot be written."""
     rows = tokens = without_logprobs = unscored = 0
-    with_images = False
+    with_images, changes = False, dict(sampling)
     longest = {"prompt": 0, "response": 0}
     names: dict[str, dict[str, None]] = {"extra": {}, "reward_extra": {}}
     columns = ["prompt_ids", "response_ids", "response_logprobs", "reward", *JSON_COLUMNS]
@@ -244,7 +251,10 @@ def _survey(
         without_logprobs += table["response_logprobs"].null_count
         for column, found in names.items():
             for text in pc.unique(table[column]).to_pylist():
-                found.update(dict.fromkeys(orjson.loads(text)))
+                values = orjson.loads(text)
+                found.update(dict.fromkeys(values))
+                if column == "extra":
+                    changes |= _own_sampling(values)
     _say_unscored(artifact, rows, unscored, options.unscored)
     if with_images and images is None:
         raise ConfigError(f"{artifact} has conversations with images, and nothing here reads them")
@@ -253,11 +263,19 @@ def _survey(
             "%d of %d rows have no log-probs, so there are no rollout_log_probs", without_logprobs, rows
         )
     extra, reward_extra = ([name for name in found if _is_free(name)] for found in names.values())
+    logprobs = logprobs_of(pq.read_metadata(artifact)) if without_logprobs == 0 else None
+    if logprobs == "raw" and changes:
+        logger.warning(
+            "rollout_log_probs are the raw model's, and tokens were drawn with %s: they are not the log-probs of "
+            "what was drawn from, which verl's corrections take them for (docs/export.md)",
+            ", ".join(f"{name} {value}" for name, value in changes.items()),
+        )
     layout = _Layout(
         rows=rows,
         prompt_width=_width("prompt", longest["prompt"], options.prompt_width),
         response_width=_width("response", longest["response"], options.response_width),
         with_logprobs=without_logprobs == 0,
+        logprobs=logprobs,
         with_scores=unscored == 0 or options.unscored == "drop",
         # A name of both belongs to the reward, as in verl.
         extra=[name for name in extra if name not in reward_extra],
@@ -279,6 +297,20 @@ def _survey(
         *(rows, layout.prompt_width, layout.response_width, padded / max(1, tokens), layout.size(rows) / 1e9),
     )
     return layout
+
+
+def _own_sampling(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row's own column, or a program behind the gateway, has changed of the model's distribution."""
+    own = extra.get("sampling_params")
+    if isinstance(own, str):
+        own = orjson.loads(own)
+    gateway = extra.get("gateway")
+    calls = gateway.get("client_sampling") if isinstance(gateway, Mapping) else None
+    changes = changes_of_distribution(own) if isinstance(own, Mapping) else {}
+    for name, values in (calls or {}).items():
+        for value in values:
+            changes |= changes_of_distribution({name: value})
+    return changes
 
 
 def _is_free(name: str) -> bool:
@@ -384,7 +416,11 @@ def _write_file(
             _add_images(layout.images, part, at, views, others[IMAGE_INPUTS], artifact)
     if cancelled():
         raise MergeCancelledError
-    meta_info = {"reward_extra_keys": list(layout.reward_extra)} if layout.with_scores else {}
+    meta_info: dict[str, Any] = {}
+    if layout.with_scores:
+        meta_info["reward_extra_keys"] = list(layout.reward_extra)
+    if layout.logprobs is not None:
+        meta_info["logprobs"] = layout.logprobs
     save_dataproto(path, tensors, others, meta_info)
     return sum(prompt is None for prompt in others["raw_prompt"])
 

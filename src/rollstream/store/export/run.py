@@ -193,7 +193,12 @@ def _merged_copy(paths: RunPaths, manifest: Manifest, target: Path, status: RunS
             for number in sorted({*journals, *paths.batch_numbers()}):
                 if not paths.batch(number).exists():  # else a journal that is there, too, is to be deleted
                     try:
-                        seal_journal(paths.journal(number), copy.batch(number), manifest.run_id_bytes)
+                        seal_journal(
+                            paths.journal(number),
+                            copy.batch(number),
+                            manifest.run_id_bytes,
+                            manifest.logprobs,
+                        )
                         continue
                     except FileNotFoundError:
                         copy.batch(number).unlink(missing_ok=True)
@@ -252,7 +257,14 @@ def write_export(
         case "hf":
             rows = export_hf(artifact, target, manifest, cancelled)
         case "dataproto":
-            rows = export_dataproto(artifact, target, cancelled, options=options.dataproto, images=images)
+            rows = export_dataproto(
+                artifact,
+                target,
+                cancelled,
+                options=options.dataproto,
+                images=images,
+                sampling=manifest.sampling_changes,
+            )
         case "sft":
             rows = export_sft(artifact, target, options.sft, cancelled, tools=manifest.tools)
         case "preference":

@@ -176,6 +176,7 @@ export function Run({ id, query }) {
         sorted("sampled"))}
       ${fact("rollouts/s", figure(run.throughput?.rollouts_per_s ?? null), withQuery({ at: "timeline" }))}
       ${fact("tokens/s", figure(run.throughput?.tokens_per_s ?? null), withQuery({ at: "timeline" }))}
+      ${run.logprobs && fact("log-probs", visible(run.logprobs))}
       ${fact("started", moment(run.started))}
     </dl>
     <div class="panels">

@@ -181,6 +181,40 @@ def test_log_probs_only_where_every_row_has_them(tmp_path: Path) -> None:
     assert "rollout_log_probs" not in file.batch
 
 
+RUNS_OWN: dict[str, Any] = {"temperature": 0.7}
+A_ROWS = {"sampling_params": {"top_k": 3, "max_tokens": 4}}
+A_PROGRAMS = {"gateway": {"client_sampling": {"temperature": [1.0, 0.2], "seed": [3]}}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling", "extra", "warned"),
+    [
+        ("raw", {}, {}, ""),
+        ("raw", {}, {"sampling_params": {"max_tokens": 3}}, ""),
+        ("processed", RUNS_OWN, A_ROWS, ""),
+        (None, RUNS_OWN, {}, ""),
+        ("raw", RUNS_OWN, {}, "temperature 0.7"),
+        ("raw", {}, A_ROWS, "top_k 3"),
+        ("raw", {}, {"sampling_params": '{"min_p": 0.1}'}, "min_p 0.1"),
+        ("raw", {}, A_PROGRAMS, "temperature 0.2"),
+    ],
+)
+def test_log_probs_say_what_they_are(
+    kind: Any,
+    sampling: dict[str, Any],
+    extra: dict[str, Any],
+    warned: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = rollouts(trajectory(), trajectory(extra=extra))
+    artifact = write_artifact(tmp_path / "a.parquet", run, logprobs=kind)
+    export_dataproto(artifact, tmp_path / "out.pkl", sampling=sampling)
+    assert read_dataproto(tmp_path / "out.pkl").meta_info.get("logprobs") == kind
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [warned in message for message in warnings] == [True] * bool(warned)
+
+
 def test_fixed_widths(tmp_path: Path) -> None:
     run = rollouts(trajectory([1, 2], [[3]]))
     (file,) = export(tmp_path, run, prompt_width=4, response_width=3)
