@@ -12,6 +12,7 @@
 # make test-verifiers   environments of verifiers 0.2 and 0.4, in environments of their own (1.1 GB each), and their tests
 # make test-transformers   engine hf with the oldest transformers that pyproject.toml allows and the newest (1.3 GB each)
 # make test-inspect   inspect_ai in an environment of its own (0.7 GB), and the tests against it
+# make test-agents   coding agents of other makers (2.9 GB in .agents; npm, bubblewrap) behind the gateway, as they ship them
 # make test-extras   the wheel with each extra in a clean environment: resolves, and works (about half an hour)
 # make check  formatting, lint, types (what .ci/run checks besides the tests)
 # make docs   the documentation site in site/, in an environment of its own (0.1 GB); a link that leads nowhere is an error
@@ -24,7 +25,7 @@ DEMO_ARGS ?=
 EXECUTOR ?= local
 STORE ?= sqlite
 
-.PHONY: env demo demo-buffer demo-train test test-quick test-soak test-vllm test-verl test-verifiers test-transformers test-inspect test-extras check docs bench-quick demo-model clean
+.PHONY: env demo demo-buffer demo-train test test-quick test-soak test-vllm test-verl test-verifiers test-transformers test-inspect test-agents test-extras check docs bench-quick demo-model clean
 
 env: .venv/.done
 demo: .venv-demo/.done $(if $(filter ray,$(EXECUTOR)),.venv-demo/.ray)
@@ -58,6 +59,9 @@ test-transformers: .venv-transformers0/.done .venv-transformers1/.done
 	for end in 0 1; do .venv-transformers$$end/bin/python -m pytest tests/unit/engine/test_hf*.py tests/integration/test_hf_engine.py $(TEST_ARGS) || exit 1; done
 test-inspect: .venv-inspect/.done
 	.venv-inspect/bin/python -m pytest tests/compat/test_inspect.py $(TEST_ARGS)
+test-agents: .venv/.done
+	.venv/bin/python -m tests.compat.agents.install
+	.venv/bin/python -m pytest tests/compat/agents -n 2 $(TEST_ARGS)
 test-extras: .venv/.done
 	.venv/bin/python -m pytest -m extras tests/compat/test_extras.py $(TEST_ARGS)
 check: .venv/.done
@@ -140,4 +144,4 @@ demo-model: .venv/.done
 	touch $@
 
 clean:
-	rm -rf .venv .venv-demo .venv-train .venv-vllm .venv-verl .venv-verifiers0 .venv-verifiers1 .venv-transformers0 .venv-transformers1 .venv-inspect .venv-docs build site
+	rm -rf .venv .venv-demo .venv-train .venv-vllm .venv-verl .venv-verifiers0 .venv-verifiers1 .venv-transformers0 .venv-transformers1 .venv-inspect .venv-docs .agents build site
