@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging
 import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from rollstream.errors import ConfigError, DataError, EngineUnavailableError, Tr
 from rollstream.gateway.sessions import Ask, Discard, Session, Turn
 from rollstream.trajectory import Completion, Message, SamplingParams, Trajectory
 from rollstream.web import HTTPError
+
+logger = logging.getLogger(__name__)
 
 _FIRST_PROBE_S, _PROBE_S_MAX = 0.2, 1.0
 """Between questions whether an engine that was away is back."""
@@ -176,7 +179,14 @@ class Recorder:
             call = replace(call, messages=await self._with_images(call.messages))
         await self._check_length(call.messages, call.tools)
         self._admit(call)
+        changed_before = self.session.system_changed
         ask = self.session.begin(call.messages, call.tools)
+        if self.session.system_changed > changed_before:
+            logger.warning(
+                "session %s: a call differs from an earlier conversation in a system text only, so it begins a "
+                "trajectory of its own; if each call does (a time, a counter), take that out of the prompt",
+                self.session.name,
+            )
         try:
             context, prompt_length = ask.context, ask.prompt_length
             sampling = self._sampling_of(call, prompt_length, len(context) - prompt_length)

@@ -34,8 +34,9 @@ Nothing here waits, renders, or knows an engine: `Renderer` gives ids, and whoev
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import chain, pairwise
 from typing import Any, Literal, Protocol
 
@@ -99,6 +100,8 @@ class Ask:
     path: bytes
     """Of what the conversation has, and how often that was asked before: the same when calls come anew, in
     whatever order. For its seed."""
+    talk: int
+    """The conversation, but for its system messages; see `_talk`."""
     rendered_again: int
     """Sampled tokens of answers that are in `given`: their text was rendered anew."""
 
@@ -152,6 +155,8 @@ class Turn:
     """Where its answer begins in its segment's ids."""
     place: int
     """Where its conversation leads, see `Session`."""
+    talk: int
+    """As of `Ask`."""
     stop: str | None = None
     """The stop text that ended it; the message ends before it."""
     following: Ask | None = None
@@ -190,7 +195,7 @@ class Session:
         logprobs: whether trajectories have them; then every completion has.
         """
         self._renderer = renderer
-        self._name = name
+        self.name = name
         self._logprobs = logprobs
         self._segments = 0
         self._clock = 0
@@ -204,6 +209,10 @@ class Session:
         """The turns whose answers lead there, the newest one last: their texts are the same."""
         self._said: dict[Hashable, Turn] = {}
         """The newest turn with this answer."""
+        self._talks: dict[int, int] = {}
+        """The places of conversations up to an answer, by what they are but for system messages; see `_talk`."""
+        self.system_changed = False
+        """Whether a call went on with a conversation, but for a system message that was another one."""
         self._asked: Counter[bytes] = Counter()
         """How often what a path has was asked."""
         self.open_calls = 0
@@ -222,21 +231,27 @@ class Session:
             messages: all of it.
             tools: schemas that it shows.
         """
-        root, keys = self._root(tools), [*map(_key, messages)]
+        root, keys = self._root(tools), _keys(messages)
         parent, place, known = self._find(root, messages, keys)
-        given = messages[known:]  # a copy: whoever has it may add to it
+        given = list(messages[known:])  # a copy: whoever has it may add to it
         if parent is None:
-            given, tools = list(given), list(tools)
+            tools = list(tools)
             first = hash((root, *keys))
             shown, ids = self._renderer.prompt(given, tools, first=self._first in (None, first))
             self._first = first if self._first is None else self._first
             segment, number = self._new_segment(None), 1
+            talk, there = hash(root), root
+            for key in keys:
+                talk, there = _talk(talk, key), self._next.get((there, key), -1)
+                self.system_changed |= key[0] == "assistant" and self._talks.get(talk, there) != there
         else:
+            given = _with_ids(given, zip(_ids(messages[:known]), _ids(parent.conversation), strict=True))
             tools, number = parent.ask.tools, parent.ask.number + 1
             shown, ids = self._renderer.after(parent, given)
             parent.is_used = True
             goes_on = parent.following is None
             segment = parent.ask.segment if goes_on else self._new_segment(parent)
+            talk = reduce(_talk, keys[known:], parent.talk)
         self.begun += 1
         again = [self._said[key] for key in keys[known:] if key in self._said]
         for turn in again:
@@ -255,6 +270,7 @@ class Session:
             number,
             self.begun,
             self._path(b"" if parent is None else parent.ask.path, ids or given),
+            talk,
             rendered,
         )
         if parent is not None and goes_on:
@@ -272,7 +288,9 @@ class Session:
         key = _key(message)
         for one in (*ask.keys, key):
             place = self._next.setdefault((place, one), 2 * len(self._next) + 1)
-        turn = Turn(ask, name, message, completion, self._tick(), len(segment.ids), place, stop)
+        talk = _talk(ask.talk, key)
+        self._talks[talk] = place
+        turn = Turn(ask, name, message, completion, self._tick(), len(segment.ids), place, talk, stop)
         segment.ids += completion.token_ids
         segment.turns.append(turn)
         self._ends.setdefault(place, []).append(turn)
@@ -341,7 +359,7 @@ class Session:
 
     def _new_segment(self, base: Turn | None) -> Segment:
         number, self._segments = self._segments, self._segments + 1
-        return Segment(f"{self._name}.{number}" if number else self._name, not number, base)
+        return Segment(f"{self.name}.{number}" if number else self.name, not number, base)
 
     def _root(self, tools: Sequence[dict[str, Any]]) -> int:
         if self._tools is None or self._tools[0] != tools:
@@ -378,7 +396,10 @@ class Session:
             if place in self._ends:
                 found.append((place, at, len(thoughts)))
         for place, at, told in reversed(found):
-            for turn in sorted(self._ends[place], key=_free_and_new, reverse=True):
+            turns = sorted(self._ends[place], key=_free_and_new, reverse=True)
+            if len(turns) > 1 and (ids := _ids(messages[:at])):
+                turns.sort(key=lambda turn: _ids(turn.conversation) != ids)
+            for turn in turns:
                 if not any(thoughts) or _thought(turn, thoughts[:told]):
                     return turn, place, at
         return None, root, 0
@@ -455,13 +476,32 @@ def _form(turn: Turn) -> bytes:
     return _digest([_context(turn), turn.message])
 
 
-def _key(message: Message) -> Hashable:
-    """The same for messages that are the same, whatever a client changes when it sends an answer back."""
+def _keys(messages: Sequence[Message]) -> list[tuple[Hashable, ...]]:
+    """The same for messages that are the same, whatever a client changes when it sends them back.
+
+    Clients rename calls: a result counts by the place of its call among those of the answer before it.
+    """
+    keys: list[tuple[Hashable, ...]] = []
+    places: dict[Any, int] = {}
+    for at, message in enumerate(messages):
+        if message["role"] == "assistant":
+            if not at or messages[at - 1]["role"] != "assistant":
+                places = {}
+            for call in message.get("tool_calls") or ():
+                places[call.get("id")] = len(places)
+            keys.append(_key(message))
+        else:
+            known = message.get("tool_call_id")
+            keys.append((*_key(message), places.get(known, known)))
+    return keys
+
+
+def _key(message: Message) -> tuple[Hashable, ...]:
     role, content = message["role"], message.get("content") or ""
     if not isinstance(content, str):
         content = _digest(content)
     if role != "assistant":
-        return role, content, message.get("tool_call_id") or (role != "tool" and message.get("name")) or ""
+        return role, content, (role != "tool" and message.get("name")) or ""
     calls = message.get("tool_calls")
     said = content.strip() if isinstance(content, str) else content
     return role, said, tuple(map(_call_key, calls)) if calls else ()
@@ -476,7 +516,28 @@ def _call_key(call: dict[str, Any]) -> Hashable:
             form = orjson.dumps(_whole(arguments), option=orjson.OPT_SORT_KEYS)
     else:
         form = str(arguments or "").strip().encode()
-    return call.get("id"), function["name"], form
+    return function["name"], form
+
+
+def _talk(before: int, key: tuple[Hashable, ...]) -> int:
+    """A conversation and the next message, as a number that is the same whatever system messages it has."""
+    return before if key[0] == "system" else hash((before, key))
+
+
+def _ids(messages: Sequence[Message]) -> list[Any]:
+    """The ids of all calls."""
+    return [call.get("id") for message in messages for call in message.get("tool_calls") or ()]
+
+
+def _with_ids(messages: Sequence[Message], names: Iterable[tuple[Any, Any]]) -> list[Message]:
+    """Results of calls under the ids that the model was shown, by pairs of a client's id and that one."""
+    renamed = {theirs: ours for theirs, ours in names if theirs != ours}
+    return [
+        {**message, "tool_call_id": renamed[known]}
+        if (known := message.get("tool_call_id")) in renamed
+        else message
+        for message in messages
+    ]
 
 
 def _whole(value: Any) -> Any:

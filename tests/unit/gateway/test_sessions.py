@@ -287,7 +287,7 @@ def call_with(**function: Any) -> list[dict[str, Any]]:
         ([{**ANSWER, "tool_calls": call_with(arguments={"b": "x", "a": 1})}], True),
         ([{**ANSWER, "tool_calls": call_with(arguments={"b": "x", "a": 1.5})}], False),
         ([{**ANSWER, "tool_calls": call_with(name="g")}], False),
-        ([{**ANSWER, "tool_calls": call_with(id="c2")}], False),
+        ([{**ANSWER, "tool_calls": call_with(id="c2")}], True),
         ([{**ANSWER, "tool_calls": []}], False),
         ([{**ANSWER, "refusal": None, "annotations": []}], True),
         # One answer, as messages of what was thought, said and called.
@@ -303,6 +303,49 @@ def test_an_answer_as_clients_send_it_back(repeated: list[Message], known: bool)
     assert (asked.parent is not None) == known
     assert [one["role"] for one in asked.given][-1:] == ["tool"]
     assert not (known and asked.rendered_again)
+
+
+def test_calls_that_a_client_renames_go_on_under_their_own_ids() -> None:
+    client = Client()
+
+    def calls(*ids: str) -> list[dict[str, Any]]:
+        return [{"id": name, "function": {"name": "f", "arguments": {}}} for name in ids]
+
+    def result(name: str) -> Message:
+        return {"role": "tool", "tool_call_id": name, "content": "r"}
+
+    answer = client.answer(client.begin([user("q")]), tool_calls=calls("functions.f:0", "functions.f:1"))
+    told = [user("q"), {**answer, "tool_calls": calls("a", "b")}, result("a"), result("b")]
+    ask = client.begin(told)
+    assert [one["tool_call_id"] for one in ask.given] == ["functions.f:0", "functions.f:1"]
+    told.append(client.answer(ask))
+    # Results that changed places are another history.
+    assert client.begin([*told, user("more")]).number == 3
+    assert client.begin([*told[:2], *reversed(told[2:4]), told[4], user("more")]).number == 2
+
+
+def test_of_the_same_answers_the_one_whose_ids_come_back_goes_on() -> None:
+    client = Client()
+    said = [[{**CALL, "id": name}] for name in ("c1", "c2", "c3")]
+    for calls in said:
+        client.answer(client.begin([user("q")]), content="", tool_calls=calls)
+    for calls in (said[1], said[0]):
+        told = [user("q"), {"role": "assistant", "content": "", "tool_calls": calls}, user("more")]
+        parent = client.begin(told).parent
+        assert parent is not None and parent.message["tool_calls"] == calls
+
+
+@pytest.mark.parametrize(
+    ("system", "first", "changed"),
+    [("at 10:01", "q", True), ("at 10:00", "q", False), ("at 10:01", "another question", False)],
+)
+def test_a_conversation_that_goes_on_under_another_system_text_is_found_out(
+    system: str, first: str, changed: bool
+) -> None:
+    client = Client()
+    told = client.ask([{"role": "system", "content": "at 10:00"}, user("q")])
+    client.begin([{"role": "system", "content": system}, user(first), told[-1], user("more")])
+    assert client.session.system_changed == changed
 
 
 def test_a_history_that_was_rewritten_says_what_was_rendered_again() -> None:

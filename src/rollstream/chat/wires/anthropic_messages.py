@@ -42,6 +42,8 @@ _HARMLESS = frozenset(
 )
 _NEUTRAL: dict[str, Any] = {"mcp_servers": []}
 _TOOL_NEUTRAL: dict[str, Any] = {"type": "custom", "defer_loading": False}
+_BILLING = "x-anthropic-billing-header:"
+"""Begins a block of Claude Code's before its prompt: a line for the provider, with another checksum in each call."""
 _NO_THREADS = "thread_unsupported_request"
 """By this code, the tool runner of the official client goes on without one."""
 _KINDS = {
@@ -96,6 +98,8 @@ class MessagesWire:
         if choice.get("disable_parallel_tool_use"):
             wishes["parallel_tool_calls"] = False
         system = _read_content(asked.system, "system", images=False)
+        if isinstance(system, list) and system and system[0]["text"].startswith(_BILLING):
+            system = system[1:]
         read: list[Message] = [{"role": "system", "content": system}] if system else []
         for where, message in listed(asked.messages, "messages"):
             read += _read_message(message, where, images)
