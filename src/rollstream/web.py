@@ -30,6 +30,7 @@ from aiohttp.web_protocol import _ErrInfo
 from multidict import CIMultiDictProxy
 
 from rollstream.errors import ConfigError, RollstreamError
+from rollstream.surrogates import decode_json
 
 _LOG = logging.getLogger(__name__)
 
@@ -144,6 +145,7 @@ class Request:
         params: what the path's `{name}` segments stand for.
         shown_token: the server's token came with it.
         token_of: whose limited token came with it.
+        replaced_surrogates: in its body, as `decode` found it.
     """
 
     def __init__(self, raw: web.BaseRequest, server: "WebServer") -> None:
@@ -154,6 +156,7 @@ class Request:
         self.params: Mapping[str, str] = {}
         self.shown_token = False
         self.token_of: str | None = None
+        self.replaced_surrogates = 0
         self._server = server
         self._held = 0
 
@@ -217,9 +220,25 @@ class Request:
         """
         body = await self.body(most) or b"{}"
         try:
-            return cast(T, _decoder(cast(Any, kind)).decode(body))
+            return cast(T, self.decode(body, _decoder(cast(Any, kind)).decode))
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise _unreadable("the body", error) from error
+
+    def decode(self, body: bytes, decoder: Callable[[bytes], T]) -> T:
+        """What a decoder of JSON makes of the body; see `surrogates.decode_json`."""
+        value, replaced = decode_json(body, decoder)
+        self.count_surrogates(replaced)
+        return value
+
+    def count_surrogates(self, number: int) -> None:
+        """Counts lone surrogates of the body that became U+FFFD."""
+        self.replaced_surrogates += number
+        self._server.replaced_surrogates += number
+
+    @property
+    def replaced_surrogates_in_all(self) -> int:
+        """In the bodies of all requests to this server, for its metrics."""
+        return self._server.replaced_surrogates
 
     def arguments(self, kind: type[T]) -> T:
         """The query's parameters as a struct.
@@ -319,6 +338,7 @@ class WebServer:
     ) -> None:
         self.limits = limits or Limits()
         self.body_bytes = 0
+        self.replaced_surrogates = 0
         """Of bodies in flight."""
         self.url = ""
         """Known once `start` has returned."""

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2] / "src" / "rollstream"
 
 FLOORS: list[set[str]] = [
-    {"trajectory", "errors"},
+    {"trajectory", "errors", "surrogates"},
     {
         "aio",
         "web",

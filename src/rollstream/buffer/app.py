@@ -143,6 +143,12 @@ class BufferServer:
             ("oldest_ready_seconds", "Age of the next ready group", stats.oldest_ready_s, ""),
             ("disk_bytes", "Of the database", stats.disk_bytes, ""),
             ("archive_bytes", "Of items that have left", stats.archive_bytes, ""),
+            (
+                "replaced_surrogates_total",
+                "Halves of surrogate pairs in requests that became U+FFFD",
+                request.replaced_surrogates_in_all,
+                "",
+            ),
             ("held_writes", "Writes that wait for room", self.service.held_writes, ""),
             ("waiting_reads", "Reads that wait for groups", self.service.reads.waiting, ""),
         )

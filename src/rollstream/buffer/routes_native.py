@@ -7,7 +7,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from rollstream.buffer.items import MAX_ITEMS, MAX_TEXT
+from rollstream.buffer.items import MAX_ITEMS, MAX_TEXT, Encoding
 from rollstream.buffer.reads import Form, Ready, Scope
 from rollstream.buffer.service import Service
 from rollstream.buffer.store.base import GroupState, JobRecord, Stats, Wanted, described
@@ -152,7 +152,9 @@ class NativeRoutes:
         if kind not in (*MSGPACK, JSON, *_ANY):
             text = f"content-type {kind}: want application/json or application/msgpack"
             raise HTTPError(415, text, "media_type")
-        items = await self._service.parse(await request.body(), "msgpack" if kind in MSGPACK else "json")
+        encoding: Encoding = "msgpack" if kind in MSGPACK else "json"
+        items, replaced = await self._service.parse(await request.body(), encoding)
+        request.count_surrogates(replaced)
         stored = await self._service.write(items)
         results = ["stored" if one else "known" for one in stored]
         return Written(sum(stored), len(stored) - sum(stored), results)

@@ -67,7 +67,8 @@ class SlimeRoutes:
         ]
 
     async def write(self, request: Request) -> web.StreamResponse:
-        items = await self._service.parse(await request.body(), "json")
+        items, replaced = await self._service.parse(await request.body(), "json")
+        request.count_surrogates(replaced)
         if len(items) != 1:
             raise ItemError("must be one item, is a batch", "items")
         await self._service.write(items, hold=lambda: request.gone)

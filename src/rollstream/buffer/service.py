@@ -23,6 +23,7 @@ from rollstream.buffer.items import (
     ItemError,
     parse_items,
     parse_nth,
+    replace_surrogates,
     split_batch,
 )
 from rollstream.buffer.jobs import Jobs
@@ -182,8 +183,22 @@ class Service:
 
     # -- writing
 
-    async def parse(self, body: bytes, encoding: Encoding) -> list[Item]:
+    async def parse(self, body: bytes, encoding: Encoding) -> tuple[list[Item], int]:
         """Checks items, without stopping the event loop for long. Raises `ItemError`.
+
+        Returns:
+            The items, and how many lone surrogates in them were replaced by U+FFFD.
+        """
+        try:
+            return await self._parse(body, encoding), 0
+        except ItemError:
+            mended, replaced = await asyncio.to_thread(replace_surrogates, body, encoding)
+            if not replaced:
+                raise
+            return await self._parse(mended, encoding), replaced
+
+    async def _parse(self, body: bytes, encoding: Encoding) -> list[Item]:
+        """See `parse`.
 
         A large item is parsed in another process, since a parser keeps Python's lock; others have their turn
         between small ones.

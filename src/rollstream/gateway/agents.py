@@ -21,6 +21,7 @@ from rollstream.errors import ConfigError, RollstreamError, unknown_name
 from rollstream.gateway.app import Endpoint
 from rollstream.gateway.recorder import Limits, Recorder
 from rollstream.gateway.sessions import Discard
+from rollstream.surrogates import replace_in_value
 from rollstream.trajectory import SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -271,6 +272,7 @@ def read_outcome(given: Any, what: str) -> Outcome:
         raise AgentFailedError(
             f"{what}: {unknown_name('field', unknown[0], [f.name for f in fields(Outcome)])}"
         )
+    given = replace_in_value(given)
     answer, reward = given.get("answer"), given.get("reward")
     if reward is not None and (not isinstance(reward, int | float) or not math.isfinite(reward)):
         raise AgentFailedError(f"{what}: the reward is no finite number: {reward!r:.100}")

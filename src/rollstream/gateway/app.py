@@ -220,6 +220,7 @@ class Endpoint:
             session.answering.add(task)  # before its body comes: a thousand heads are a thousand calls
             try:
                 body = await request_object(request)
+                session.recorder.note_surrogates(request.replaced_surrogates)
                 _check_depth(body)
                 return await self._answer(wire, session, body, request)
             finally:

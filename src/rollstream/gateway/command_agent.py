@@ -48,6 +48,7 @@ from rollstream.gateway.sandbox import (
     program_environment,
 )
 from rollstream.scratch import ScratchFolder, remove_folder
+from rollstream.surrogates import decode_json
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +187,9 @@ class CommandAgent(RecordedAgent):
             raise AgentFailedError(f"the program {how}{_words(ended)}")
         try:
             data = await sandbox.get("io/result.json", _RESULT_BYTES)
-            outcome = Outcome() if data is None else read_outcome(orjson.loads(data), "its result")
+            outcome = (
+                Outcome() if data is None else read_outcome(decode_json(data, orjson.loads)[0], "its result")
+            )
         except orjson.JSONDecodeError as error:
             raise AgentFailedError(f"the program's result is not JSON ({error}){_words(ended)}") from error
         except (DataError, AgentFailedError) as error:

@@ -222,6 +222,7 @@ class Recorder:
         - `rendered_again_tokens`: sampled for answers that the client sent back in a history of its own making:
           their texts were rendered, and stand in the prompt as the template writes them.
         - `overridden`, `client_sampling`, `client_models`: what calls of the session asked for, distinct values.
+        - `replaced_surrogates`: lone surrogates that became U+FFFD, in the request that had most.
 
         Args:
             kept: names of the answers that count; None: all of them.
@@ -305,6 +306,11 @@ class Recorder:
         except TransientError as error:
             raise HTTPError(503, str(error), where="messages") from error
         return read
+
+    def note_surrogates(self, replaced: int) -> None:
+        """Notes how many lone surrogates of a request were replaced; later ones send the same text again."""
+        if replaced:
+            self._notes["replaced_surrogates"] = max(replaced, self._notes.get("replaced_surrogates", 0))
 
     def _note(self, call: Call) -> None:
         noted: list[tuple[str, str, Any]] = [("overridden", *one) for one in call.overridden.items()]

@@ -577,6 +577,11 @@ class SessionService:
             family("rollstream_gateway_tokens_total", "Tokens sampled", totals["tokens"]),
             family("rollstream_gateway_weight_version", "Version of the weights", self.weight_version),
             family("rollstream_http_requests_total", "Requests answered", answered, ["route", "status"]),
+            family(
+                "rollstream_replaced_surrogates_total",
+                "Halves of surrogate pairs in requests that became U+FFFD",
+                request.replaced_surrogates_in_all,
+            ),
         ]
         return web.Response(body=metrics_page(families), content_type="text/plain")
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from rollstream.daemon_threads import CallsRefusedError, UserCalls
 from rollstream.errors import RewardError, TransientError
+from rollstream.surrogates import replace_in_text
 from rollstream.trajectory import Message, PromptRow, Trajectory
 
 ComputeScore = Callable[..., Any]
@@ -147,8 +148,8 @@ def scored_row(row: PromptRow, trajectory: Trajectory) -> PromptRow:
 def read_score(returned: Any) -> Score:
     """Reads a number, or a dict with `score`, whose other items become `extra`.
 
-    Numbers are int, float, bool, and what numpy and torch have for them. In `extra`, arrays become lists and
-    NaN and infinities None.
+    Numbers are int, float, bool, and what numpy and torch have for them. In `extra`, arrays become lists,
+    NaN and infinities None, and lone surrogates U+FFFD.
 
     Raises:
         RewardError: Anything else, a score that is not finite, or an item that JSON does not know.
@@ -160,7 +161,7 @@ def read_score(returned: Any) -> Score:
         raise RewardError(f"returned a dict without score; its keys are: {keys}")
     try:
         extra = {_text(key): _jsonable(item, str(key)) for key, item in returned.items() if key != "score"}
-    except (RecursionError, UnicodeError) as error:
+    except RecursionError as error:
         raise RewardError(f"returned what cannot be stored as JSON: {_message(error)}") from error
     return Score(_number(returned["score"], "a score of "), extra)
 
@@ -205,10 +206,7 @@ def _jsonable(value: Any, where: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Raises `UnicodeError`: lone surrogates, which UTF-8 does not have."""
-    text = str(value)
-    text.encode()
-    return text
+    return replace_in_text(str(value))
 
 
 def _message(error: BaseException) -> str:

@@ -221,6 +221,11 @@ class ControlRoutes:
             family("rollstream_prompt_tokens_total", "Tokens of finished prompts", service.prompt_tokens),
             family("rollstream_generated_tokens_total", "Tokens sampled", service.generated_tokens),
             family("rollstream_http_requests_total", "Requests answered", answered, ["route", "status"]),
+            family(
+                "rollstream_replaced_surrogates_total",
+                "Halves of surrogate pairs in requests that became U+FFFD",
+                request.replaced_surrogates_in_all,
+            ),
         ]
         for part, names in _AS_OTHERS_SAY.items():
             value = getattr(load, part, None)

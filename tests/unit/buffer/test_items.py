@@ -22,7 +22,9 @@ from rollstream.buffer.items import (
     load_item,
     parse_item,
     parse_items,
+    replace_surrogates,
 )
+from rollstream.surrogates import replace_in_text
 
 MESSAGES = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
 TOKENS = {
@@ -156,13 +158,41 @@ def test_what_is_no_finite_number_is_refused(value: float) -> None:
 
 
 @pytest.mark.parametrize("escape", [rb"\ud800", rb"\udfff", rb"\ud800\ud800", rb"a\udc00b"])
-def test_lone_surrogates_are_refused(escape: bytes) -> None:
-    for item in (an_item(uid="SPOT"), an_item(extra_info={"x": "SPOT"})):
+def test_lone_surrogates_are_replaced_and_counted(escape: bytes) -> None:
+    cut = json.loads(b'"' + escape + b'"')
+    text = replace_in_text(cut)
+    count = text.count("\ufffd")
+    for item in (an_item(uid="SPOT"), an_item(extra_info={"x": "SPOT"}), {"items": [an_item(note="SPOT")]}):
+        body = body_of(item).replace(b"SPOT", escape)
         with pytest.raises(ItemError):
-            parse_item(body_of(item).replace(b"SPOT", escape))
-    raw = json.loads(b'"' + escape + b'"').encode("utf-8", "surrogatepass")
-    with pytest.raises(ItemError):
-        parse_item(body_of(an_item(note="S" * len(raw)), "msgpack").replace(b"S" * len(raw), raw), "msgpack")
+            parse_items(body)
+        mended, replaced = replace_surrogates(body, "json")
+        assert (json.loads(mended), replaced) == (
+            json.loads(body_of(item).decode().replace("SPOT", text)),
+            count,
+        )
+    raw = cut.encode("utf-8", "surrogatepass")
+    for fill in (0, 40, 300, 70_000):  # texts of each kind of length
+        # Binary that looks like a surrogate stays what it is.
+        others = {
+            **PACKED,
+            "response_logprobs": b"\xed\xa0\x80\x3f" * 3,
+            "n": [1, -1, 2**40, 1.5, None, -(2**31)],
+        }
+        body = body_of(an_item(**others, note="S" * len(raw) + "x" * fill), "msgpack")
+        mended, replaced = replace_surrogates(body.replace(b"S" * len(raw), raw), "msgpack")
+        item = msgspec.msgpack.decode(mended)
+        assert (item["note"], replaced) == (text + "x" * fill, count)
+        assert {name: item[name] for name in others} == others
+    for encoding in ENCODINGS:
+        assert load_item(dump_item({"a": [{cut: cut}], "b": 1}, encoding), encoding)["a"] == [{text: text}]
+    replace_surrogates(b"\xd9\xff\xed\xa0\x80", "msgpack")  # cut off: no error here
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_json_does_not_know_are_named(constant: str) -> None:
+    with pytest.raises(ItemError, match=constant.removeprefix("-")):
+        parse_items(body_of(an_item(extra_info={"x": "SPOT"})).replace(b'"SPOT"', constant.encode()))
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":', b'[{"a":'])

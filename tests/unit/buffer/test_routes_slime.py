@@ -36,6 +36,15 @@ async def test_write_answers_as_slime_does(tmp_path: Path) -> None:
         assert (await buffer.stats())["items_written"] == 2, "a uid is stored once"
 
 
+async def test_a_text_that_was_cut_through_an_emoji_is_taken(tmp_path: Path) -> None:
+    async with served(tmp_path) as buffer:
+        for written in (item("p", 0.5, "a"), orjson.loads(large_item(3_000_000))):
+            status, answer = await buffer.post("/buffer/write", {**written, "note": "cut \ud83d"})
+            assert (status, answer["data"]["data"]) == (200, [{**written, "note": "cut \ufffd"}])
+        async with buffer.session.get(buffer.url + "/metrics") as response:
+            assert "rollstream_buffer_replaced_surrogates_total 2.0" in (await response.text()).splitlines()
+
+
 async def test_reading_everything(tmp_path: Path) -> None:
     async with served(tmp_path) as buffer:
         answer = await read(buffer)

@@ -112,6 +112,18 @@ async def test_all_apis_show_the_model_the_same_and_are_recorded_exactly(route: 
 
 
 @pytest.mark.parametrize("route", ASK)
+async def test_a_text_that_was_cut_through_an_emoji_is_taken_and_noted(route: str) -> None:
+    engine = await started(says("78" + END))
+    async with served(engine) as client:
+        cut = orjson.dumps(ASK[route]).replace(b'"q"', rb'"\ud83d q"')
+        for _ in range(2):
+            assert (await client.post(cut, route))[0] == 200
+        trajectories = client.recorder.trajectories()
+    assert "\ufffd q" in demo_tokenizer().decode(engine.requests[0].prompt_ids)
+    assert [one.extra["gateway"] for one in trajectories] == [{"replaced_surrogates": 1}] * 2
+
+
+@pytest.mark.parametrize("route", ASK)
 @pytest.mark.parametrize("slow", [False, True])
 async def test_a_stream_says_the_same(route: str, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that takes long is announced by its headers and signs of life."""

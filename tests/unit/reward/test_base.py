@@ -82,8 +82,6 @@ def test_a_dict() -> None:
         ({"score": 1, "model": object()}, "returned a object in model, which JSON does not know"),
         ({"score": 1, "a": [{"b": {1, 2}}]}, r"a set in a\[0\]\.b"),
         ({"score": 1, "big": 2**64}, "beyond 64 bits in big"),
-        ({"score": 1, "text": ["\ud800"]}, "cannot be stored as JSON: .*surrogates"),
-        ({"score": 1, "\ud800": 1}, "cannot be stored as JSON: .*surrogates"),
         ({"score": 1, "ring": RING}, "cannot be stored as JSON: .*recursion"),
         (Unshowable(), r"returned <.*Unshowable object at .*\(Unshowable\)"),
         ("\ud800", r"returned '.ud800' \(str\)"),

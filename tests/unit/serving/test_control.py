@@ -150,7 +150,7 @@ async def test_a_cache_is_flushed_only_if_there_is_none() -> None:
 async def test_metrics_count() -> None:
     engine = ScriptedEngine(latency=lambda one: FOREVER if one.request_id == "long" else 0.0)
     async with serving(engine) as client:
-        for body in (GENERATE, GENERATE, {}):
+        for body in (GENERATE, {**GENERATE, "rid": "cut \ud83d"}, {}):
             await client.post("/generate", body)
         for path in ("/a", "/b"):
             await client.get(path)
@@ -168,6 +168,7 @@ async def test_metrics_count() -> None:
         'rollstream_samples_total{finish_reason="length"}': 2,
         "rollstream_prompt_tokens_total": 2,
         "rollstream_generated_tokens_total": 4,
+        "rollstream_replaced_surrogates_total": 1,
         'rollstream_http_requests_total{route="/generate",status="200"}': 2,
         'rollstream_http_requests_total{route="/generate",status="400"}': 1,
         'rollstream_http_requests_total{route="unknown",status="404"}': 2,

@@ -4,10 +4,11 @@ import inspect
 import json
 import logging
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from rollstream.surrogates import replace_in_text
 
 TruncateSide = Literal["left", "right", "middle"]
 """Which side of a text that is too long is cut off, as verl names it."""
@@ -26,8 +27,6 @@ _MARKERS: dict[TruncateSide, str] = {
     "middle": "...(truncated)...",
 }
 """verl's, word for word: models may have been trained with them."""
-
-_SURROGATES = re.compile("[\ud800-\udfff]")
 
 logger = logging.getLogger(__name__)
 
@@ -151,11 +150,6 @@ def truncate_text(text: str, max_length: int, side: TruncateSide) -> str:
     return text[:head] + marker + text[len(text) - (keep - head) :]
 
 
-def clean_text(text: str) -> str:
-    """The text without lone surrogates, which UTF-8 cannot store."""
-    return text if text.isascii() else _SURROGATES.sub("\ufffd", text)
-
-
 def to_text(value: Any, max_length: int, side: TruncateSide) -> str:
     """Any value as text for the model, truncated.
 
@@ -175,7 +169,7 @@ def to_text(value: Any, max_length: int, side: TruncateSide) -> str:
         raise TypeError("the tool returned a generator, want text or a ToolResponse")
     else:
         text = str.__str__(str(value))
-    return clean_text(truncate_text(text, max_length, side))
+    return replace_in_text(truncate_text(text, max_length, side))
 
 
 def error_text(error: BaseException, max_length: int) -> str:
@@ -184,7 +178,7 @@ def error_text(error: BaseException, max_length: int) -> str:
         said = str.__str__(str(error))
     except BaseException:  # a __str__ of the user's
         said = "(its text cannot be read)"
-    return clean_text(truncate_text(said, max_length, "right"))
+    return replace_in_text(truncate_text(said, max_length, "right"))
 
 
 def error_line(error: BaseException, max_length: int) -> str:

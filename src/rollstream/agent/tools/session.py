@@ -15,7 +15,6 @@ from rollstream.agent.tools.result import (
     ToolFailure,
     ToolLimits,
     ToolResult,
-    clean_text,
     error_line,
     error_text,
     read_result,
@@ -27,6 +26,7 @@ from rollstream.chat.parsers.base import ToolCall
 from rollstream.chat.tool_schema import ArgumentCheck, ToolSchema
 from rollstream.daemon_threads import CallsRefusedError, Outcome, UserCalls
 from rollstream.errors import DataError, TransientError, unknown_name
+from rollstream.surrogates import replace_in_text
 
 ERROR_CHARACTERS = 1000
 """Of what an exception says: enough for a message, too little for a dump of data to fill the context."""
@@ -320,7 +320,7 @@ class ToolSession:
         self, name: str, failure: ToolFailure, said: str, error: BaseException | None = None
     ) -> ToolResult:
         self._report(f"{self._request_id}: {name}", said, error)
-        text = truncate_text(clean_text(said), self._limits.max_response_length, "right")
+        text = truncate_text(replace_in_text(said), self._limits.max_response_length, "right")
         return ToolResult(text, error=failure)
 
 

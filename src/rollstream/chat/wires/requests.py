@@ -7,7 +7,8 @@ through: those that change nothing in an answer, and those with the value that a
 
 import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -74,17 +75,17 @@ async def request_object(request: Request) -> dict[str, Any]:
     """The JSON object in a request's body, which is dropped: the answer may take minutes."""
     body = await request.body()
     request.release()
-    return read_object(body)
+    return read_object(body, partial(request.decode, decoder=orjson.loads))
 
 
-def read_object(body: bytes) -> dict[str, Any]:
+def read_object(body: bytes, decode: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
     """The JSON object in the body of a request.
 
     Raises:
         RequestError: it is none.
     """
     try:
-        value = orjson.loads(body)
+        value = decode(body)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):

@@ -1,0 +1,62 @@
+r"""Lone surrogates: half of a UTF-16 pair, which UTF-8 cannot hold.
+
+A program that cuts a text through an emoji writes the rest as JSON all the same: `"\ud83d"`. Browsers make U+FFFD
+of it, and so does whatever reads texts here that programs, tools and rewards wrote.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+REPLACEMENT = "\ufffd"
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_ENCODED = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
+
+T = TypeVar("T")
+
+
+def replace_in_text(text: str) -> str:
+    """The text without lone surrogates."""
+    return text if text.isascii() else _SURROGATES.sub(REPLACEMENT, text)
+
+
+def replace_in_value(value: Any) -> Any:
+    """A value of dicts, lists, tuples and others, without lone surrogates in its texts."""
+    if isinstance(value, str):
+        return replace_in_text(value)
+    if isinstance(value, Mapping):
+        return {replace_in_value(key): replace_in_value(item) for key, item in value.items()}
+    return [replace_in_value(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def replace_in_utf8(encoded: bytes) -> tuple[bytes, int]:
+    """UTF-8 without surrogates that were encoded as if they were characters, and how many there were."""
+    return _ENCODED.subn(REPLACEMENT.encode(), encoded)
+
+
+def replace_in_json(text: bytes) -> tuple[bytes, int]:
+    """JSON without lone surrogates, and how many there were; as it is if it has none, or is no JSON."""
+    try:
+        value = json.loads(text)  # takes them, unlike stricter decoders
+        written = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    except (ValueError, RecursionError):
+        return text, 0
+    mended, count = replace_in_utf8(written)
+    return (mended, count) if count else (text, 0)
+
+
+def decode_json(text: bytes, decode: Callable[[bytes], T]) -> tuple[T, int]:
+    """What a strict decoder makes of JSON, and how many lone surrogates were replaced for it.
+
+    Raises:
+        ValueError: The decoder's.
+    """
+    try:
+        return decode(text), 0
+    except ValueError:
+        mended, count = replace_in_json(text)
+        if not count:
+            raise
+        return decode(mended), count
