@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -114,7 +114,7 @@ class Metrics:
     """From dispatch until the attempt that succeeded began."""
     generate_s: float = 0.0
     tool_s: float = 0.0
-    """Tools and interactions."""
+    """Tools and interactions; of a program or function, its own time."""
     reward_s: float = 0.0
     total_s: float = 0.0
     """From dispatch to scored, waits and earlier attempts included."""
@@ -157,6 +157,11 @@ class Trajectory:
     """The prompt row's other columns, plus what the loop adds."""
 
     @property
+    def is_side_call(self) -> bool:
+        """Whether it had no part in its rollout's answer: trainers do not get it."""
+        return is_side_call(self.extra)
+
+    @property
     def response_length(self) -> int:
         """Tokens of the response; those that the endpoint counts where there are no ids."""
         if self.prompt_ids:
@@ -170,6 +175,12 @@ class Trajectory:
         """
         for start, end in sampled_stretches(self.response_mask):
             yield self.prompt_ids + self.response_ids[:start], self.response_ids[start:end]
+
+
+def is_side_call(extra: Mapping[str, Any]) -> bool:
+    """Whether the `extra` of a trajectory says that it had no part in its rollout's answer (docs/gateway.md)."""
+    about = extra.get("gateway")
+    return isinstance(about, Mapping) and about.get("side_call") is True
 
 
 def sampled_stretches(response_mask: Iterable[int]) -> list[tuple[int, int]]:
@@ -200,6 +211,10 @@ class Rollout:
     def final(self) -> Trajectory:
         """The trajectory that ends the rollout."""
         return self.trajectories[-1]
+
+    def without_side_calls(self) -> "Rollout":
+        """The rollout as trainers get it."""
+        return replace(self, trajectories=[one for one in self.trajectories if not one.is_side_call])
 
 
 @dataclass(slots=True)

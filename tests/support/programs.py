@@ -15,10 +15,13 @@ import json, os, signal, subprocess, sys, time, urllib.request
 row = json.load(open(os.environ["ROLLSTREAM_ROW"]))
 
 def ask(messages, url=os.environ["OPENAI_BASE_URL"]):
-    body = json.dumps({"model": os.environ["ROLLSTREAM_MODEL"], "messages": messages}).encode()
+    return ask_message(messages, url)["content"]
+
+def ask_message(messages, url=os.environ["OPENAI_BASE_URL"], **more):
+    body = json.dumps({"model": os.environ["ROLLSTREAM_MODEL"], "messages": messages, **more}).encode()
     head = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
     request = urllib.request.Request(url + "/chat/completions", body, head)
-    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
 
 def result(**given):
     with open(os.environ["ROLLSTREAM_RESULT"], "w") as file:
@@ -27,7 +30,10 @@ def result(**given):
 
 
 def program(folder: Path, script: str, name: str = "agent.py") -> list[str]:
-    """A command that runs a script; it has `row`, `ask(messages)` and `result(answer=…)`."""
+    """A command that runs a script.
+
+    It has `row`, `ask(messages)`, `ask_message(messages, **parameters)` and `result(answer=…)`.
+    """
     file = folder / name
     file.write_text(PRELUDE + script)
     return ["python", str(file)]

@@ -439,7 +439,7 @@ def rollout_item(
 ) -> dict[str, Any]:
     """A result as an item: slime's fields, and the exact tokens. `info`: more for `extra_info`.
 
-    A rollout that could not be scored is a failed one, with its messages and tokens.
+    A rollout that could not be scored is a failed one, with its messages and tokens. Side calls are left out.
     """
     extra_info: dict[str, Any] = {}
     if row is not None:
@@ -455,7 +455,7 @@ def rollout_item(
         "extra_info": extra_info,
     }
     if isinstance(result, Rollout):
-        *snapshots, final = result.trajectories
+        *snapshots, final = result.without_side_calls().trajectories
         item |= _trajectory(final)
         extra_info |= {"finish_reason": final.finish_reason, "num_turns": final.num_turns}
         extra_info["attempts"] = result.attempts

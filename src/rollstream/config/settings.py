@@ -259,7 +259,7 @@ class GatewaySettings:
     env: dict[str, Any]
     pass_env: list[Text]
     client_sampling: bool
-    discard: Literal["abandoned"] | None
+    train_side_calls: bool
     max_calls: Count
     max_bytes: Count
     sandbox: Literal["none", "bubblewrap", "docker", "podman", "apptainer"]

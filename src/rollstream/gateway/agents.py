@@ -20,9 +20,8 @@ from rollstream.config.settings import GatewaySettings, Settings
 from rollstream.errors import ConfigError, RollstreamError, unknown_name
 from rollstream.gateway.app import Endpoint
 from rollstream.gateway.recorder import Limits, Recorder
-from rollstream.gateway.sessions import Discard
 from rollstream.surrogates import replace_in_value
-from rollstream.trajectory import SamplingParams, Trajectory
+from rollstream.trajectory import Message, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +38,14 @@ no charge, when the engine is back: else an agent's own time limit would run mea
 _HIDDEN = ("ground_truth", "reward_model", "answer", "solution")
 """Parts of a prompt row that an agent is not shown: it could read there what it is to find."""
 
-_AGENTS_OWN = ("client_sampling", "discard", "max_calls", "max_bytes")
+_AGENTS_OWN = ("client_sampling", "train_side_calls", "max_calls", "max_bytes")
 """Options of every such loop that decide its data."""
+
+_GUESS = (
+    "a program had several conversations, none of them ends in an answer that it stated, and the prompt row "
+    "begins none or several: the newest is taken as its answer. State the answer (docs/gateway.md); such "
+    "rollouts are told of once"
+)
 
 T = TypeVar("T")
 
@@ -172,7 +177,15 @@ class RecordedAgent(AgentLoop):
             with endpoint.open(recorder) as url:
                 shown = shown_row(row, await self._image_urls(row))
                 outcome = await unless_broken(self.act(url, shown), broken)
-            found = finished(self, recorder, outcome, started, discard=self.settings.discard)
+            found = finished(
+                self,
+                recorder,
+                outcome,
+                started,
+                endpoint,
+                prompt=row["raw_prompt"],
+                train_side_calls=self.settings.train_side_calls,
+            )
             if not found:
                 raise AgentFailedError(f"the agent ended without an answer of the model{self.printed}")
         except AgentFailedError as error:
@@ -191,14 +204,23 @@ class RecordedAgent(AgentLoop):
 
 
 def finished(
-    loop: AgentLoop, recorder: Recorder, outcome: Outcome, started: float, *, discard: Discard | None
+    loop: AgentLoop,
+    recorder: Recorder,
+    outcome: Outcome,
+    started: float,
+    endpoint: Endpoint,
+    *,
+    prompt: Sequence[Message],
+    train_side_calls: bool,
 ) -> list[Trajectory]:
     """What was recorded of a rollout whose agent has ended, with what the agent says of it; perhaps nothing."""
-    # What is neither waiting for answers nor the rollout's own is the agent's.
-    loop.metrics.tool_s += max(0.0, time.monotonic() - started - loop.metrics.generate_s)
-    found = recorder.trajectories(discard=discard)
+    found = recorder.trajectories(answer=outcome.answer, prompt=prompt, find_side_calls=not train_side_calls)
+    if recorder.final_is_guess:
+        endpoint.log_once("a final trajectory is a guess", _GUESS, level=logging.WARNING)
     for final in found[-1:]:
-        final.metrics = loop.metrics
+        final.metrics.generate_s = loop.metrics.generate_s
+        # What is neither waiting for answers nor the rollout's own is the agent's.
+        final.metrics.tool_s = max(0.0, time.monotonic() - started - loop.metrics.generate_s)
         final.reward, final.reward_extra = outcome.reward, outcome.reward_extra
         if outcome.answer is not None:
             final.extra["gateway"] = {**final.extra.get("gateway", {}), "answer": outcome.answer}

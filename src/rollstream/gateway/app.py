@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 SESSION_HEADER = "X-Session-ID"
 """Says whose request it is in place of a path, for clients that have one base URL for all rollouts."""
 
+CALL_HEADER = "X-Rollstream-Call"
+"""`side`: the call has no part in the rollout's answer. In a body: `{"rollstream": {"call": "side"}}`."""
+
 OVERRIDDEN_HEADER = "x-rollstream-overridden"
 """Names the parameters of a request that were answered in the run's own way."""
 
@@ -222,14 +225,15 @@ class Endpoint:
                 body = await request_object(request)
                 session.recorder.note_surrogates(request.replaced_surrogates)
                 _check_depth(body)
-                return await self._answer(wire, session, body, request)
+                is_side_call = _says_side_call(body, request)
+                return await self._answer(wire, session, body, request, is_side_call=is_side_call)
             finally:
                 session.answering.discard(task)
 
         return answer
 
     async def _answer(
-        self, wire: Wire, session: _Open, body: dict[str, Any], request: Request
+        self, wire: Wire, session: _Open, body: dict[str, Any], request: Request, *, is_side_call: bool
     ) -> web.StreamResponse:
         recorder = session.recorder
         with recorder.noting():
@@ -237,6 +241,7 @@ class Endpoint:
             if asked.previous is not None:
                 asked = _continued(asked, session.responses)
             call = self._call(asked, recorder, f"{wire.prefix}{uuid.uuid4().hex}", request)
+            call = replace(call, is_side_call=is_side_call)
 
         async def answered() -> Answer:
             with recorder.noting():
@@ -294,9 +299,13 @@ class Endpoint:
         )
 
     def _log_once(self, asked: str, answered: str) -> None:
-        if asked not in self._logged and len(self._logged) < _LOGGED:
-            self._logged.add(asked)
-            logger.info("agents ask for %s: %s", asked, answered)
+        self.log_once(asked, f"agents ask for {asked}: {answered}")
+
+    def log_once(self, about: str, text: str, *, level: int = logging.INFO) -> None:
+        """Logs what concerns many rollouts, the first time that it does."""
+        if about not in self._logged and len(self._logged) < _LOGGED:
+            self._logged.add(about)
+            logger.log(level, "%s", text)
 
     async def _count_tokens(self, request: Request) -> web.Response:
         recorder = self._session(request).recorder
@@ -351,6 +360,16 @@ def room_for_connections() -> int:
         soft = wanted if hard < 0 else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return _CONNECTIONS if soft < 0 else max(soft // 2, min(_CONNECTIONS, soft - _OTHER_FILES))
+
+
+def _says_side_call(body: dict[str, Any], request: Request) -> bool:
+    """Whether a call says that it is a side call. Takes what it says of itself out of its body."""
+    own = body.pop("rollstream", None)
+    calls = [request.headers.get(CALL_HEADER), own.get("call") if isinstance(own, dict) else own]
+    for call in calls:
+        if call not in (None, "side"):
+            raise RequestError(f"a call says that it is a call 'side', not {call!r:.50}", param="rollstream")
+    return "side" in calls
 
 
 def _check_depth(body: Any) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import logging
 import uuid
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,8 @@ from rollstream.chat.images import image_part, load_image
 from rollstream.chat.wires.openai_chat import assistant_message
 from rollstream.engine.base import Capabilities
 from rollstream.errors import ConfigError, DataError, EngineUnavailableError, TransientError
-from rollstream.gateway.sessions import Ask, Discard, Session, Turn
+from rollstream.gateway.branches import Branch, find_branches
+from rollstream.gateway.sessions import Ask, Session, Turn
 from rollstream.trajectory import Completion, Message, SamplingParams, Trajectory
 from rollstream.web import HTTPError
 
@@ -73,6 +75,8 @@ class Call:
     """What the client calls the model, where that is another name than the run's."""
     name: str | None = None
     """Of the answer; None: one is made."""
+    is_side_call: bool = False
+    """Whether the client says so."""
 
 
 class Recorder:
@@ -103,6 +107,8 @@ class Recorder:
         """Why the last refused call was refused: a fault of the call itself."""
         self.ran_out_of_room = False
         """Whether a call was refused because nothing would fit behind it."""
+        self.final_is_guess = False
+        """Whether the final trajectory is no more than the newest, see `Branches`."""
         self.tokens = 0
         """Sampled so far."""
         self._loop = loop
@@ -180,7 +186,7 @@ class Recorder:
         await self._check_length(call.messages, call.tools)
         self._admit(call)
         changed_before = self.session.system_changed
-        ask = self.session.begin(call.messages, call.tools)
+        ask = self.session.begin(call.messages, call.tools, is_side_call=call.is_side_call)
         if self.session.system_changed > changed_before:
             logger.warning(
                 "session %s: a call differs from an earlier conversation in a system text only, so it begins a "
@@ -211,39 +217,60 @@ class Recorder:
         return turn, context
 
     def trajectories(
-        self, *, kept: Collection[str] | None = None, discard: Discard | None = None
+        self,
+        *,
+        answer: str | None = None,
+        prompt: Sequence[Message] = (),
+        kept: Collection[str] | None = None,
+        find_side_calls: bool = True,
     ) -> list[Trajectory]:
-        """What was recorded, the final one last.
+        """What was recorded, the final one last. Arguments as of `find_branches`.
 
-        Their `extra["gateway"]` says what there is to say:
+        `extra` has `prompt_messages`, `shown_tools` (schemas), and in `gateway` what there is to say:
 
+        - `side_call`: true of one that had no part in the rollout's answer.
         - `old_thinking_tokens`: thinking of earlier turns that the model was shown, since it had written it, and
           that the chat template leaves out of a conversation that it renders anew.
         - `rendered_again_tokens`: sampled for answers that the client sent back in a history of its own making:
           their texts were rendered, and stand in the prompt as the template writes them.
         - `overridden`, `client_sampling`, `client_models`: what calls of the session asked for, distinct values.
         - `replaced_surrogates`: lone surrogates that became U+FFFD, in the request that had most.
-
-        Args:
-            kept: names of the answers that count; None: all of them.
-            discard: see `Session.branches`.
         """
-        found = []
-        for turn in self.session.branches(kept, discard):
-            trajectory = self.session.trajectory(turn)
-            chain = [*turn.ask.before, turn]
-            counts = {
-                "old_thinking_tokens": self._old_thinking(chain),
-                "rendered_again_tokens": sum(one.ask.rendered_again for one in chain),
-            }
-            about = {name: count for name, count in counts.items() if count} | self._notes
-            if about:
-                trajectory.extra["gateway"] = about
+        recorded = find_branches(
+            self.session, answer=answer, prompt=prompt, kept=kept, find_side_calls=find_side_calls
+        )
+        found = [self._trajectory(branch) for branch in recorded.branches]
+        for trajectory in found[:-1]:
             trajectory.is_snapshot = True
-            found.append(trajectory)
-        if found:
-            found[-1].is_snapshot = False
+        self.final_is_guess = recorded.is_guess
         return found
+
+    def _trajectory(self, branch: Branch) -> Trajectory:
+        turns = branch.turns
+        trajectory = self.session.trajectory(turns)
+        metrics, extra = trajectory.metrics, trajectory.extra
+        metrics.cached_prompt_tokens = sum(turn.completion.cached_prompt_tokens for turn in turns)
+        called = Counter(
+            call["function"]["name"] for turn in turns for call in turn.message.get("tool_calls") or ()
+        )
+        metrics.tool_calls = called.total()
+        if called:  # whether one went wrong is the program's to know
+            extra["tool_counts"] = {name: [calls, 0] for name, calls in called.items()}
+        first = turns[0].ask
+        extra["prompt_messages"] = len(first.messages)
+        if first.tools:
+            extra["shown_tools"] = list(first.tools)
+        chain = [*first.before, *turns]
+        about = {
+            "side_call": branch.is_side_call,
+            "old_thinking_tokens": self._old_thinking(chain),
+            "rendered_again_tokens": sum(
+                len(answer.completion.token_ids) for one in chain for answer in one.ask.again
+            ),
+        }
+        if about := {name: value for name, value in about.items() if value} | self._notes:
+            extra["gateway"] = about
+        return trajectory
 
     def _admit(self, call: Call) -> None:
         session, limits = self.session, self._limits

@@ -59,7 +59,7 @@ _SPARE_CONNECTIONS = 256
 
 _USED = (
     *("seed", "engine_timeout", "save_batch_size", "pull_timeout", "retry_failed", "log_level"),
-    *("client_sampling", "discard", "max_calls", "max_bytes"),
+    *("client_sampling", "train_side_calls", "max_calls", "max_bytes"),
 )
 """Keys of `generation` and `gateway` that have an effect here."""
 
@@ -183,7 +183,7 @@ async def _serve(
         setup.make_worker(engine, [LOOP]).worker.run,
         sink,
         endpoint,
-        discard=settings.gateway.discard,
+        train_side_calls=settings.gateway.train_side_calls,
         limits=Limits(settings.gateway.max_calls, settings.gateway.max_bytes),
         engine_wait=settings.generation.engine_timeout,
         expire_s=options.expire_seconds,

@@ -41,7 +41,6 @@ from rollstream.errors import ConfigError, EngineError, RollstreamError, Storage
 from rollstream.gateway.agents import Outcome, finished
 from rollstream.gateway.app import Endpoint
 from rollstream.gateway.recorder import Limits, Recorder
-from rollstream.gateway.sessions import Discard
 from rollstream.metrics_text import family, metrics_page
 from rollstream.store.records import EncodingError
 from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory
@@ -221,7 +220,15 @@ class SessionLoop(AgentLoop):
             session.opened.set()
             result = await session.result
         outcome = Outcome(result.answer, result.reward, result.reward_extra, result.extra)
-        found = finished(self, recorder, outcome, started, discard=service.discard)
+        found = finished(
+            self,
+            recorder,
+            outcome,
+            started,
+            service.endpoint,
+            prompt=row["raw_prompt"],
+            train_side_calls=service.train_side_calls,
+        )
         for trajectory in found:
             trajectory.extra["session"] = {"id": session.id, "finish": session.digest}
         return found
@@ -238,7 +245,7 @@ class SessionService:
         run: executes a rollout, as `RolloutWorker.run`, by `SessionLoop`; one attempt each, without a time limit.
         sink: makes them durable.
         endpoint: answers the programs' calls.
-        discard: which branches are left out, see `Session.branches`.
+        train_side_calls: whether side calls are branches as any other.
         limits: of one session.
         engine_wait: seconds that a call waits for an engine that is away.
         expire_s: seconds without a call after which a session fails.
@@ -254,7 +261,7 @@ class SessionService:
         sink: Sink,
         endpoint: Endpoint,
         *,
-        discard: Discard | None = None,
+        train_side_calls: bool = False,
         limits: Limits = Limits(),  # noqa: B008 (frozen)
         engine_wait: float = 0.0,
         expire_s: float = 3600.0,
@@ -263,7 +270,8 @@ class SessionService:
         weights: tuple[Path, ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.endpoint, self.discard, self.limits, self.engine_wait = endpoint, discard, limits, engine_wait
+        self.endpoint, self.limits, self.engine_wait = endpoint, limits, engine_wait
+        self.train_side_calls = train_side_calls
         self._run, self._sink = run, sink
         self._expire_s, self._max_sessions, self._clock = expire_s, max_sessions, clock
         self._update, self._weights = update_weights, tuple(path.resolve() for path in weights)

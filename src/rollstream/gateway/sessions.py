@@ -20,10 +20,9 @@ What holds, whatever is called in whatever order, with any number of calls open 
   what is new. No sampled id is ever rendered.
 - Of the calls that go on after a turn, the first one continues its segment, as long as it is open or
   answered. Every other one begins a segment.
-- A segment is one trajectory. Each turn that counts is sampled (mask 1) in exactly one trajectory, with its
-  log-probs and policy versions; in segments that branch off behind it, it is prompt.
-- The trajectory with the last answer is the last one. The others come in the order of their calls; where
-  these overlap, what they say decides, so that it makes no difference which of them was faster.
+- A segment is one trajectory (or two, where the program went on after its answer: `branches`). Each turn that
+  counts is sampled (mask 1) in exactly one of them, with its log-probs and policy versions; in segments that
+  branch off behind it, it is prompt.
 
 A call costs what its own messages and tokens cost, whatever was called before: conversations are paths in one
 table of `(place, message) -> place`.
@@ -34,25 +33,19 @@ Nothing here waits, renders, or knows an engine: `Renderer` gives ids, and whoev
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain, pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import orjson
 
 from rollstream.agent.tokens import TokenTrack
 from rollstream.trajectory import Completion, Message, Metrics, Trajectory
 
-Discard = Literal["abandoned"]
-"""Which answers do not count. `abandoned`: those that no later call used (see `Session.branches`)."""
-
 _TOKEN_BYTES, _CALL_BYTES = 48, 2_000
 """What a token and a call take here, their text apart: about."""
-
-_SEARCHED = 256 << 20
-"""Characters that are searched for quotations at most; what is not searched counts as used."""
 
 _FLOAT = re.compile(rb"\d\.0\b|\de")
 """A number that may be a whole one, or a text like it."""
@@ -68,6 +61,10 @@ class Segment:
     """Whether the session began with it."""
     base: "Turn | None"
     """Its prompt begins with the context of this turn, the answer included."""
+    beginning: int
+    """The same for all conversations that begin with the same messages and tools."""
+    is_side_call: bool
+    """Whether its calls say that they are side calls."""
     ids: list[int] = field(default_factory=list)
     """What was given and sampled behind that."""
     turns: "list[Turn]" = field(default_factory=list)
@@ -102,8 +99,8 @@ class Ask:
     whatever order. For its seed."""
     talk: int
     """The conversation, but for its system messages; see `_talk`."""
-    rendered_again: int
-    """Sampled tokens of answers that are in `given`: their text was rendered anew."""
+    again: "Sequence[Turn]"
+    """Turns whose answers are in `given`: their text is rendered anew."""
 
     @property
     def request_id(self) -> str:
@@ -161,14 +158,17 @@ class Turn:
     """The stop text that ended it; the message ends before it."""
     following: Ask | None = None
     """The call that continues the segment."""
-    is_used: bool = False
-    """Whether a later call goes on after it, or has it in its messages."""
 
     @property
     def conversation(self) -> list[Message]:
         """All messages as the client sent them, and the answers, this one included."""
         turns = [*self.ask.before, self]
         return [*chain.from_iterable((*turn.ask.given, turn.message) for turn in turns)]
+
+    @property
+    def form(self) -> bytes:
+        """Tells turns apart by what the model saw and said."""
+        return _digest([_context(self), self.message])
 
 
 class Renderer(Protocol):
@@ -224,12 +224,15 @@ class Session:
         self.turns: list[Turn] = []
         """All that were answered, in this order."""
 
-    def begin(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> Ask:
+    def begin(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, is_side_call: bool = False
+    ) -> Ask:
         """Opens a call with a conversation; `answer` or `give_up` ends it.
 
         Args:
             messages: all of it.
             tools: schemas that it shows.
+            is_side_call: it continues no segment of other calls, and they do not continue its own.
         """
         root, keys = self._root(tools), _keys(messages)
         parent, place, known = self._find(root, messages, keys)
@@ -239,7 +242,7 @@ class Session:
             first = hash((root, *keys))
             shown, ids = self._renderer.prompt(given, tools, first=self._first in (None, first))
             self._first = first if self._first is None else self._first
-            segment, number = self._new_segment(None), 1
+            segment, number = self._new_segment(None, first, is_side_call), 1
             talk, there = hash(root), root
             for key in keys:
                 talk, there = _talk(talk, key), self._next.get((there, key), -1)
@@ -248,15 +251,12 @@ class Session:
             given = _with_ids(given, zip(_ids(messages[:known]), _ids(parent.conversation), strict=True))
             tools, number = parent.ask.tools, parent.ask.number + 1
             shown, ids = self._renderer.after(parent, given)
-            parent.is_used = True
-            goes_on = parent.following is None
-            segment = parent.ask.segment if goes_on else self._new_segment(parent)
+            segment = parent.ask.segment
+            goes_on = parent.following is None and segment.is_side_call == is_side_call
+            if not goes_on:
+                segment = self._new_segment(parent, segment.beginning, is_side_call)
             talk = reduce(_talk, keys[known:], parent.talk)
         self.begun += 1
-        again = [self._said[key] for key in keys[known:] if key in self._said]
-        for turn in again:
-            turn.is_used = True
-        rendered = sum(len(turn.completion.token_ids) for turn in again)
         ask = Ask(
             segment,
             parent,
@@ -271,7 +271,7 @@ class Session:
             self.begun,
             self._path(b"" if parent is None else parent.ask.path, ids or given),
             talk,
-            rendered,
+            [self._said[key] for key in keys[known:] if key in self._said],
         )
         if parent is not None and goes_on:
             parent.following = ask
@@ -309,24 +309,10 @@ class Session:
             ask.parent.following = None
         self.open_calls -= 1
 
-    def branches(self, kept: Collection[str] | None = None, discard: Discard | None = None) -> list[Turn]:
-        """The last answers of the segments that count, in the order of their trajectories.
-
-        Args:
-            kept: names of the answers that count; None: all of them.
-            discard: `abandoned`: an answer counts only if a later call used it, or no call was begun after it.
-                A call uses an answer by going on after it, by having it among its messages wherever that is (a
-                history that was rewritten), or by quoting all of its text in a new message (what a sub-agent
-                said, a summary). Of a segment, the answers before one that counts do count.
-        """
-        counted = self.turns if discard is None else self._used()
-        last = {turn.ask.segment: turn for turn in counted if kept is None or turn.name in kept}
-        return _in_order([*last.values()])
-
-    def trajectory(self, turn: Turn) -> Trajectory:
-        """The segment up to this answer."""
-        segment = turn.ask.segment
-        turns = segment.turns[: segment.turns.index(turn) + 1]
+    def trajectory(self, turns: Sequence[Turn]) -> Trajectory:
+        """Turns of a segment that go on after each other."""
+        first, turn = turns[0].ask, turns[-1]
+        segment = first.segment
         base = [] if segment.base is None else _context(segment.base)
         track = TokenTrack([*base, *segment.ids[: turns[0].start]], logprobs=self._logprobs)
         track.add_sampled(turns[0].completion)
@@ -344,7 +330,7 @@ class Session:
             messages=[*turn.ask.messages, turn.message],
             finish_reason="aborted" if reason == "abort" else reason,
             num_turns=2 * turn.ask.number,  # each answer answers something
-            metrics=Metrics(),
+            metrics=Metrics(engine_calls=len(turns)),
             extra=track.marks,
         )
 
@@ -357,9 +343,10 @@ class Session:
         self._asked[path] += 1
         return _digest([path.hex(), self._asked[path]])
 
-    def _new_segment(self, base: Turn | None) -> Segment:
+    def _new_segment(self, base: Turn | None, beginning: int, is_side_call: bool) -> Segment:
         number, self._segments = self._segments, self._segments + 1
-        return Segment(f"{self.name}.{number}" if number else self.name, not number, base)
+        name = f"{self.name}.{number}" if number else self.name
+        return Segment(name, not number, base, beginning, is_side_call)
 
     def _root(self, tools: Sequence[dict[str, Any]]) -> int:
         if self._tools is None or self._tools[0] != tools:
@@ -404,28 +391,6 @@ class Session:
                     return turn, place, at
         return None, root, 0
 
-    def _used(self) -> list[Turn]:
-        """Turns that a later call used, and those after which no call was begun."""
-        newest = max((turn.ask.begun for turn in self.turns), default=0)
-        texts = [
-            (turn.ask.begun, one["content"])
-            for turn in self.turns
-            for one in turn.ask.given
-            if isinstance(one.get("content"), str)
-        ]
-        budget, used = _SEARCHED, []
-        for turn in self.turns:
-            is_used = turn.is_used or turn.answered > newest
-            said = (turn.message.get("content") or "").strip()
-            for begun, text in texts if said and not is_used else ():
-                budget -= len(text)
-                if begun > turn.answered and (said in text or budget < 0):
-                    is_used = True
-                    break
-            if is_used:
-                used.append(turn)
-        return used
-
 
 def _thought(turn: Turn, thoughts: Sequence[str]) -> bool:
     """Whether the thinking that a client has sent is that of a conversation.
@@ -446,34 +411,8 @@ def _context(turn: Turn | None) -> list[int]:
     return parts[0] if len(parts) == 1 else [*chain.from_iterable(reversed(parts))]
 
 
-def _in_order(turns: list[Turn]) -> list[Turn]:
-    """The last one to be answered comes last; before it, lines of calls that did not overlap as they came.
-
-    Those that were under way at the same time are in the order of what they say, not of who was faster.
-    """
-    if not turns:
-        return []
-    newest = max(turn.ask.begun for turn in turns)
-    final = max((turn for turn in turns if turn.answered > newest), key=_form)
-    places: dict[Turn, tuple[int, bytes]] = {}
-    wave = until = 0
-    for turn in sorted((turn for turn in turns if turn is not final), key=_begun):
-        wave += _begun(turn) > until  # whatever began before was over
-        until = max(until, turn.answered)
-        places[turn] = wave, _form(turn)
-    return [*sorted(places, key=places.__getitem__), final]
-
-
 def _free_and_new(turn: Turn) -> tuple[bool, int]:
     return turn.following is None, turn.answered
-
-
-def _begun(turn: Turn) -> int:
-    return turn.ask.segment.turns[0].ask.begun
-
-
-def _form(turn: Turn) -> bytes:
-    return _digest([_context(turn), turn.message])
 
 
 def _keys(messages: Sequence[Message]) -> list[tuple[Hashable, ...]]:

@@ -45,7 +45,7 @@ class RolloutGroups:
         push_weights: gives the engine weights, in place of `engine.update_weights(source, version)`: as
             `lambda source, version: hf_engine.load_state_dict(model.state_dict(), version)`.
         max_in_flight: rollouts at once, over all groups.
-        on_result: told of every rollout and failure, as to store it; the group waits for it.
+        on_result: told of every rollout, side calls included, and failure, as to store it; the group waits for it.
     """
 
     bounds_groups = True
@@ -184,4 +184,4 @@ class RolloutGroups:
             result = await self._worker.run(row, repeat)
         if self._on_result is not None:
             await self._on_result(result)
-        return result
+        return result.without_side_calls() if isinstance(result, Rollout) else result

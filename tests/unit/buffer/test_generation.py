@@ -479,9 +479,10 @@ def test_snapshots_come_along_and_what_was_not_scored_is_no_zero() -> None:
         rollout = Rollout(0, 6, "k", list(trajectories), "unknown", "gt", attempts=2)
         return make_item(Plan("j", ["x"], 4, 2, Counter()), rollout, row, "math")
 
-    made = item(trajectory(0.5, [9], is_snapshot=True), trajectory(0.5))
+    title = trajectory(0.5, [8], is_snapshot=True, extra={"gateway": {"side_call": True}})
+    made = item(title, trajectory(0.5, [9], is_snapshot=True), trajectory(0.5))
     assert made["uid"] == 'j:"x":1:2' and made["reward"] == 0.5
-    assert made["response_ids"] == [3, 4, 5] and made["snapshots"][0]["response_ids"] == [9]
+    assert made["response_ids"] == [3, 4, 5] and [one["response_ids"] for one in made["snapshots"]] == [[9]]
     assert made["policy_versions"] == [[0, 6], [2, 7]] and made["policy_version"] == 6
     about = {"topic": "t", "level": 2, "label": "gt", "epoch": 1, "attempts": 2}
     assert made["extra_info"].items() >= about.items()

@@ -329,6 +329,17 @@ async def test_a_response_goes_on_after_another_one() -> None:
         assert (status, body["error"]["code"]) == (400, "previous_response_not_found")
 
 
+@pytest.mark.parametrize("route", ASK)
+async def test_a_call_says_that_it_is_a_side_call(route: str) -> None:
+    engine = await started(says("so" + END))
+    async with served(engine) as client:
+        assert (await client.post(ASK[route], route, **{"x-rollstream-call": "side"}))[0] == 200
+        assert (await client.post({**ASK[route], "rollstream": {"call": "side"}}, route))[0] == 200
+        assert (await client.post(ASK[route], route))[0] == 200
+        assert (await client.post({**ASK[route], "rollstream": {"call": "main"}}, route))[0] == 400
+        assert [one.is_side_call for one in client.recorder.trajectories()] == [True, True, False]
+
+
 async def test_tokens_are_counted_and_models_are_told() -> None:
     engine = await started()
     async with served(engine) as client:

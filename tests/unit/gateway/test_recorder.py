@@ -182,6 +182,28 @@ async def test_calls_and_their_results() -> None:
     assert len(recorder.trajectories()) == 2
 
 
+async def test_each_trajectory_has_its_own_prompt_tools_and_counts() -> None:
+    tokenizer = demo_tokenizer()
+    texts = iter([call_text("add", a=1), "2", "3", "4"])
+    engine = await started(lambda request: tokenizer.encode(next(texts) + END))
+    recorder, _ = recorder_of(engine)
+    messages: list[Any] = [{"role": "system", "content": "s"}, user("q")]
+    message = await ask(recorder, messages, tools=[TOOL])
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"}
+    await ask(recorder, [*messages, message, result], tools=[TOOL])
+    await ask(recorder, [*messages, message, {**result, "content": "y"}], tools=[TOOL])
+    await ask(recorder, [user("a title")])
+    found = recorder.trajectories(answer="2", prompt=[user("q")])
+    about = [
+        (one.extra["prompt_messages"], one.extra.get("shown_tools"), one.metrics.engine_calls)
+        for one in found
+    ]
+    assert about == [(4, [TOOL], 1), (1, None, 1), (2, [TOOL], 2)]
+    assert [one.metrics.tool_calls for one in found] == [0, 0, 1]
+    assert [one.is_side_call for one in found] == [False, True, False]
+    assert [one.messages[-1]["content"] for one in found] == ["3", "4", "2"]
+
+
 async def test_a_prompt_without_room_is_a_refusal() -> None:
     engine = await started(response_tokens=30)
     recorder, broken = recorder_of(engine, response_length=32, max_model_len=4096)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollstream.gateway.branches import find_branches
 from rollstream.gateway.sessions import Ask, Session, Turn
 from rollstream.trajectory import Completion, Message, Trajectory
 
@@ -34,8 +35,8 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def trajectories_of(session: Session, *given: Any) -> list[Trajectory]:
-    return [session.trajectory(turn) for turn in session.branches(*given)]
+def trajectories_of(session: Session, **options: Any) -> list[Trajectory]:
+    return [session.trajectory(branch.turns) for branch in find_branches(session, **options).branches]
 
 
 @dataclass
@@ -65,9 +66,9 @@ class Client:
         """The conversation with its answer."""
         return [*messages, self.answer(self.begin(messages, *tools))]
 
-    def check(self, kept: set[str] | None = None, discard: Any = None) -> list[Trajectory]:
+    def check(self, kept: set[str] | None = None, **options: Any) -> list[Trajectory]:
         """The trajectories, of which each has its answers behind their prompts, and all have each once."""
-        found = trajectories_of(self.session, kept, discard)
+        found = trajectories_of(self.session, kept=kept, **options)
         owed, last = dict(self.sampled), []
         for trajectory in found:
             for seen, ids in trajectory.generations():
@@ -78,9 +79,9 @@ class Client:
             assert trajectory.response_logprobs == logprobs
             assert trajectory.response_mask[-1] == 1
             last.append(self.session.turns[int(name)])
-        assert all(last[-1].answered > earlier.ask.begun for earlier in last)
-        if discard is None:
-            assert not (owed if kept is None else kept & owed.keys())
+        if not options:
+            assert all(last[-1].answered > earlier.ask.begun for earlier in last)
+        assert not (owed if kept is None else kept & owed.keys())
         return found
 
     def parent_of(self, messages: Sequence[Message], tools: Sequence[Any]) -> Turn | None:
@@ -169,7 +170,7 @@ def test_any_calls_are_exact(steps: list[tuple[str, int, int, str | None, int]],
                 client.session.give_up(ask)
     assert client.session.open_calls == len(calls)
     client.check()
-    client.check(discard="abandoned")
+    client.check(answer=f"answer {data.draw(st.integers(0, 3))}")
     if client.sampled:
         client.check(data.draw(st.sets(st.sampled_from(sorted(client.sampled)))))
 
@@ -302,7 +303,7 @@ def test_an_answer_as_clients_send_it_back(repeated: list[Message], known: bool)
     asked = client.begin([user("q"), *({**one, "content": one["content"] or ""} for one in repeated), result])
     assert (asked.parent is not None) == known
     assert [one["role"] for one in asked.given][-1:] == ["tool"]
-    assert not (known and asked.rendered_again)
+    assert not (known and asked.again)
 
 
 def test_calls_that_a_client_renames_go_on_under_their_own_ids() -> None:
@@ -348,31 +349,8 @@ def test_a_conversation_that_goes_on_under_another_system_text_is_found_out(
     assert client.session.system_changed == changed
 
 
-def test_a_history_that_was_rewritten_says_what_was_rendered_again() -> None:
+def test_a_history_that_was_rewritten_has_its_answers_again() -> None:
     client = Client()
     messages = client.ask([user("q")])
     ask = client.begin([user("the story so far"), messages[1], user("more")])
-    assert (ask.parent, ask.rendered_again) == (None, 2)
-
-
-def test_answers_that_nobody_used_can_be_left_out() -> None:
-    client = Client()
-    first = client.ask([user("q")])  # 0
-    client.answer(client.begin([*first, user("tried")]), content="x")  # 1: nobody goes on after it
-    helper = client.answer(client.begin([user("help")]), content="a long hint")  # 2, quoted by 4
-    client.answer(client.begin([user("help")]), content="another hint")  # 3, not quoted
-    again = client.ask([*first, user(f"It said: {helper['content']}!")])  # 4, in a rewritten history of 6
-    client.ask([*first, user("unused")])  # 5
-    client.ask([user("so far"), again[-1], user("what then?")])  # 6, the last one
-    found = client.check(discard="abandoned")
-    sampled = [token // 10 % 1000 for one in found for _, ids in one.generations() for token in ids[:1]]
-    assert sampled == [0, 2, 4, 6]
-    assert len(client.check()) == 6
-
-
-def test_of_answers_at_once_after_which_nothing_was_asked_all_count() -> None:
-    client = Client()
-    asks = [client.begin([user("vote")]) for _ in range(3)]
-    for ask in asks:
-        client.answer(ask)
-    assert len(client.check(discard="abandoned")) == 3
+    assert (ask.parent, [turn.message for turn in ask.again]) == (None, [messages[1]])

@@ -164,7 +164,7 @@ class EnvironmentGroups:
                     "async_generation_timeout (for limits of each attempt alone set generation.attempt_timeout)"
                 )
                 result = make_failure(row.index, repeat, row.prompt_key, 1, "agent", late)
-        return stand_in(row, result) if isinstance(result, Failure) else result
+        return stand_in(row, result) if isinstance(result, Failure) else result.without_side_calls()
 
     def _make_engine(self, setup: RolloutSetup, log_dir: Path) -> Engine:
         if self._lent is None:

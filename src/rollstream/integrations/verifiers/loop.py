@@ -141,12 +141,12 @@ class VerifiersLoop(AgentLoop):
             )
         for trajectory in found[:-1]:
             trajectory.is_snapshot = True
-        found[-1].metrics = self.metrics
+        found[-1].metrics.generate_s, found[-1].metrics.tool_s = self.metrics.generate_s, self.metrics.tool_s
         return found
 
     def _trajectories(self, part: Played) -> list[Trajectory]:
         """An agent's, with what the environment says of it."""
-        found = part.recorder.trajectories(kept=part.kept)
+        found = part.recorder.trajectories(kept=part.kept, find_side_calls=False)
         about = {"environment": self.environment, "stop_condition": part.stop_condition, **part.extra}
         for trajectory in found:
             trajectory.reward = part.reward

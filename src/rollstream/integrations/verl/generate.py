@@ -168,7 +168,7 @@ class SequenceGenerator:
                 result = await worker.run(row, repeat, name=f"{batch}-{row.index}")
             if isinstance(result, Failure):
                 raise GroupFailedError(f"row {row.index} failed: {result.error}\n{result.traceback}")
-            return result
+            return result.without_side_calls()
 
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -58,9 +58,10 @@ class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
         result = await worker.run(prompt, int(row.get("session_id", 0)), name=uuid.uuid4().hex)
         if isinstance(result, Failure):
             raise GroupFailedError(f"{result.error}\n{result.traceback}")
-        if len(result.trajectories) > 1:
+        trajectories = result.without_side_calls().trajectories
+        if len(trajectories) > 1:
             self._refuse_several()
-        outputs = [to_output(one, prompt.columns) for one in result.trajectories]
+        outputs = [to_output(one, prompt.columns) for one in trajectories]
         return outputs if len(outputs) > 1 else outputs[0]
 
     async def _make_worker(self) -> RolloutWorker:

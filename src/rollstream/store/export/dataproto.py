@@ -46,7 +46,7 @@ from rollstream.sampling import changes_of_distribution
 from rollstream.store.batch import logprobs_of, read_tables
 from rollstream.store.export.files import JSON_COLUMNS, decode_row, replacing
 from rollstream.store.merge import MergeCancelledError, until
-from rollstream.trajectory import LogprobKind, sampled_stretches
+from rollstream.trajectory import LogprobKind, is_side_call, sampled_stretches
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ def _survey(
     longest = {"prompt": 0, "response": 0}
     names: dict[str, dict[str, None]] = {"extra": {}, "reward_extra": {}}
     columns = ["prompt_ids", "response_ids", "response_logprobs", "reward", *JSON_COLUMNS]
-    for table in until(read_tables(artifact, columns), cancelled):
+    for table in until(map(_without_side_calls, read_tables(artifact, columns)), cancelled):
         scored = table.filter(_scored(table))
         unscored += len(table) - len(scored)
         table = scored if options.unscored == "drop" else table
@@ -323,6 +323,18 @@ def _scored(table: pa.Table) -> pa.ChunkedArray:
     return pc.fill_null(pc.invert(pc.is_nan(table["reward"])), False)
 
 
+def _without_side_calls(table: pa.Table) -> pa.Table:
+    """What trainers get, as `Rollout.without_side_calls`."""
+    likely = pc.match_substring(table["extra"], '"side_call":true')
+    if not pc.any(likely).as_py():
+        return table
+    texts = table["extra"].to_pylist()
+    sides = [
+        may and is_side_call(orjson.loads(text)) for may, text in zip(likely.to_pylist(), texts, strict=True)
+    ]
+    return table.filter(pa.array([not side for side in sides]))
+
+
 def _has_images(table: pa.Table) -> bool:
     # As the store writes JSON; the same in somebody's text has its quotes escaped, in a tool's arguments not.
     likely = pc.match_substring_regex(table["messages"], f'"type":"image|"{MEDIA}":')
@@ -372,7 +384,7 @@ def _width(what: str, longest: int, asked: int | None) -> int:
 def _tables_of_files(artifact: Path, per_file: int, *, drop: bool) -> Iterator[pa.Table]:
     """The rows of each file."""
     held = pa.table({})
-    for table in read_tables(artifact):
+    for table in map(_without_side_calls, read_tables(artifact)):
         table = table.filter(_scored(table)) if drop else table
         held = pa.concat_tables([held, table]) if len(held) else table
         while len(held) >= per_file:

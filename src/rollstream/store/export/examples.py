@@ -132,14 +132,17 @@ def export_preference(
     """Writes one pair a line, each only once; returns how many. Arguments and errors as of `export_sft`."""
     options.check()
     schemas = _Schemas(tools)
-    unknown = alike = unlike = 0
+    unknown = other = alike = unlike = 0
 
     def examples() -> Iterator[tuple[Any, Row]]:
-        nonlocal unknown, alike, unlike
+        nonlocal unknown, other, alike, unlike
         for group in prompt_groups(artifact, cancelled):
             for better, worse in _pairs(_usable(group), options):
                 prompt = shown_prompt(better)
-                if prompt is None or prompt != shown_prompt(worse):
+                if prompt != shown_prompt(worse):
+                    other += 1
+                    continue
+                if prompt is None:
                     unknown += 1
                     continue
                 chosen, rejected = (row["messages"][len(prompt) :] for row in (better, worse))
@@ -168,6 +171,7 @@ def export_preference(
         reasons = {
             "where the prompt of their conversations ends is not known (extra['prompt_messages'], "
             "docs/export.md)": unknown,
+            "the prompts of the two differ, as where a program shows a path or the time": other,
             "chosen and rejected are the same messages, with different rewards: look at the reward": alike,
             "the prompts of the two showed different tools": unlike,
         }
@@ -200,10 +204,11 @@ class _Schemas:
         Nothing where the prompt shows no tools, or where the run does not have their schemas.
         """
         marked = row["extra"].get("shown_tools")
-        digests = [str(one) for one in marked] if isinstance(marked, list) else []
-        if digests and all(one in self._by_digest for one in digests):
-            return {"tools": orjson.dumps([self._by_digest[one] for one in digests]).decode()}
-        return {}
+        shown = [
+            one if isinstance(one, dict) else self._by_digest.get(str(one))
+            for one in (marked if isinstance(marked, list) else [])
+        ]
+        return {"tools": orjson.dumps(shown).decode()} if shown and None not in shown else {}
 
     def column(self, *rows: Row) -> Row:
         """The same, of rows of one example; counts what is missing."""

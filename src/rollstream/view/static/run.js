@@ -199,9 +199,9 @@ export function Run({ id, query }) {
         : html`<p class="muted">None.</p>`}</div>
       <${Tools} id=${id} calls=${run.tool_calls} />
       <div class="panel"><h2>Where a rollout's time goes, mean</h2><${Shares} label="time" parts=${
-        [["queue", "queue_s"], ["generate", "generate_s"], ["tools", "tool_s"],
-          ["reward", "reward_s"]].map(([label, name]) => ({
-          label, count: time[name] || 0, value: seconds(time[name] ?? null), tone: label,
+        [["queue", "queue_s"], ["generate", "generate_s"], ["tools", "tool_s", "tools or program"],
+          ["reward", "reward_s"]].map(([tone, name, label = tone]) => ({
+          label, count: time[name] || 0, value: seconds(time[name] ?? null), tone,
             href: sorted(name) }))} /></div>
       ${steps.length > 1 && html`<div class="panel wide" id="timeline">
         <h2>Over time <span class="muted">a click leads to the rollouts that finished then</span></h2>

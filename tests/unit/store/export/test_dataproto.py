@@ -155,6 +155,15 @@ def test_rows_without_reward_are_never_a_silent_zero(tmp_path: Path, missing: fl
         export(tmp_path, nobody, unscored="drop")
 
 
+def test_side_calls_are_left_out(tmp_path: Path) -> None:
+    title = trajectory(is_snapshot=True)
+    title.extra = {"gateway": {"side_call": True}}
+    text = trajectory(is_snapshot=True)
+    text.extra = {"note": '"side_call":true'}
+    (data,) = export(tmp_path, [Rollout(0, 0, "0" * 32, [title, text, trajectory()], "test")])
+    assert data.non_tensor_batch["trajectory"].tolist() == [1, 2]
+
+
 def test_images_are_refused_and_never_left_out(tmp_path: Path) -> None:
     shown = trajectory()
     shown.messages = [

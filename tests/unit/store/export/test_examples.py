@@ -163,6 +163,14 @@ def test_lines_have_the_schemas_that_their_prompts_showed(
     assert "1 pairs are left out: the prompts of the two showed different tools" in caplog.text
 
 
+def test_a_program_s_schemas_stand_with_the_trajectory(tmp_path: Path) -> None:
+    schema = {"function": {"name": "f"}}
+    one = answered("a", 1.0)
+    one.extra = {"shown_tools": [schema]}
+    export_sft(artifact(tmp_path, [one]), tmp_path / "x")
+    assert [orjson.loads(line["tools"]) for line in lines(tmp_path / "x")] == [[schema]]
+
+
 def test_schemas_that_a_run_does_not_have_are_said_to_be_missing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
