@@ -88,6 +88,10 @@ class ChatTokenizer:
         """
         return self._special_texts.sub(lambda match: f"{match[0][0]}\u200b{match[0][1:]}", text)
 
+    def special_tokens_in(self, text: str) -> set[str]:
+        """The special tokens that a text has, which `encode` takes for structure."""
+        return set(self._special_texts.findall(text))
+
     @cached_property
     def _special_texts(self) -> re.Pattern[str]:
         texts = self._tokenizer.convert_ids_to_tokens(sorted(self.special_ids))
@@ -291,6 +295,9 @@ class NoTokenizer(ChatTokenizer):
 
     def escape_special_tokens(self, text: str) -> str:
         return text
+
+    def special_tokens_in(self, text: str) -> set[str]:
+        return set()
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._refuse()) if ids else ""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import BinaryIO, NamedTuple, TypedDict
+from typing import Any, BinaryIO, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -167,6 +167,10 @@ class PromptDataset:
     def restrict(self, visiting: npt.NDArray[np.int64]) -> None:
         """Visits only these indices, in this order (still cut to `max_samples`). For filters."""
         self._visiting = visiting
+
+    def given_prompt(self, index: int) -> Any:
+        """The prompt of a row as the file has it."""
+        return self._source.row(index).get(self._prompt_column)
 
     def location(self, index: int) -> str:
         """Where a row is, for people: `train.jsonl, row 17 (line 18)`."""

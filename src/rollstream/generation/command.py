@@ -157,6 +157,17 @@ def summarise(result: GenerationResult) -> str:
             f"`rollstream show {where} {_first_reward_failure(result.run_dir)}` says why of the first. Mend the file, "
             f"then: rollstream score {where} --reward FILE --activate"
         )
+    if result.equal_rewards is not None and not others:
+        numbers, rows = result.number_truths
+        why = (
+            f": the ground truth is a number in {numbers} of {rows} rows, which equals no text"
+            if numbers
+            else ""
+        )
+        lines.append(
+            f"all {result.completed - result.unscored} rewards are {result.equal_rewards:g}{why}: "
+            f"look at an answer with its ground truth: rollstream show {where} 0"
+        )
     if others:
         new = f"; those of this call ({result.generated}) have none of them yet" if result.generated else ""
         lines.append(

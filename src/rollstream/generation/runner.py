@@ -377,6 +377,7 @@ class _Run:
         if not_exported is not None:  # only now: what hinders an export is no reason not to upload
             raise not_exported
         done, failed = state.keys.count(prepared.dataset.order)
+        equal = state.rewards.lowest if state.rewards.are_equal else None
         logger.info("ended: %d of %d done, %d failed", done, prepared.total, failed)
         self._succeeded = True
         return GenerationResult(
@@ -389,6 +390,8 @@ class _Run:
             generated=self._window.completed,
             failed_now=self._window.failed,
             mean_reward=state.rewards.mean,
+            equal_rewards=equal,
+            number_truths=(0, 0) if equal is None else prepared.number_truths(),
             artifact=run.paths.artifact if artifact_rows else None,
             artifact_rows=artifact_rows,
             elapsed_s=time.monotonic() - started,

@@ -22,6 +22,7 @@ from rollstream.chat.tool_schema import schema_digest, schema_json
 from rollstream.config.load import to_settings, to_stored_yaml
 from rollstream.config.settings import RewardSettings, Settings
 from rollstream.daemon_threads import in_daemon_thread
+from rollstream.data.first_look import LOOKED_AT, first_look
 from rollstream.data.prompts import (
     OTHER_SOURCES,
     KnownDataset,
@@ -195,12 +196,30 @@ class Prepared(RolloutSetup):
         for index, key in enumerate(self.dataset.prompt_keys()):
             yield key if visited[index] else None
 
+    def look_at_rows(self) -> None:
+        """Says what is probably wrong with the first rows."""
+        indices = [int(index) for index in self.dataset.order[:LOOKED_AT]]
+        lines = first_look(
+            [self.dataset.row(index) for index in indices],
+            self.tokenizer,
+            scored=not isinstance(self.reward, RuleReward),
+            given=[self.dataset.given_prompt(index) for index in indices],
+        )
+        for line in lines:
+            logger.warning("%s", line)
+
+    def number_truths(self) -> tuple[int, int]:
+        """In how many of the first rows the ground truth is a number, which equals no text; of how many."""
+        rows = [self.dataset.row(int(index)) for index in self.dataset.order[:LOOKED_AT]]
+        return sum(type(row.ground_truth) in (int, float) for row in rows), len(rows)
+
     def check_rows(self) -> None:
         """Tries the first rows, so that what is wrong with all of them shows before anything is generated.
 
         Raises:
             ConfigError: none of them can be rendered within the limits.
         """
+        self.look_at_rows()
         rows = [int(index) for index in self.dataset.order[:_TRIED_ROWS]]
         errors = []
         for index in rows:

@@ -13,6 +13,7 @@ Recovering, in this order:
 - what is then in no file is owed.
 """
 
+import math
 import os
 import shutil
 from collections import deque
@@ -88,17 +89,25 @@ class RewardTotals:
     scored: int = 0
     unscored: int = 0
     """Those whose reward function failed; one without a reward function is in neither count."""
+    lowest: float = math.inf
+    highest: float = -math.inf
 
     @property
     def mean(self) -> float | None:
         """Mean reward; None when nothing was scored."""
         return self.total / self.scored if self.scored else None
 
+    @property
+    def are_equal(self) -> bool:
+        """Whether several were scored, and all alike."""
+        return self.scored > 1 and self.lowest == self.highest
+
     def add(self, reward: float | None, failed: bool) -> None:
         """Counts one final trajectory; `failed`: its reward function failed."""
         if reward is not None:
             self.total += reward
             self.scored += 1
+            self.lowest, self.highest = min(self.lowest, reward), max(self.highest, reward)
         elif failed:
             self.unscored += 1
 
@@ -146,6 +155,9 @@ class RunState:
         scored = rewards[rewards == rewards]
         self.rewards.total += float(scored.sum())
         self.rewards.scored += len(scored)
+        if len(scored):
+            self.rewards.lowest = min(self.rewards.lowest, float(scored.min()))
+            self.rewards.highest = max(self.rewards.highest, float(scored.max()))
         self.rewards.unscored += int(keys["unscored"].sum())
 
     def add_batch(self, number: int, keys: BatchKeys) -> None:

@@ -1,0 +1,58 @@
+"""A look at the first prompt rows: what is probably not as it was meant, though every row can be read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollstream.chat.tokenizer import ChatTokenizer
+from rollstream.data.row import messages_in_text
+from rollstream.errors import DataError
+from rollstream.trajectory import PromptRow
+
+LOOKED_AT = 64
+"""Rows: enough to see what they have in common, few enough to be read at each start."""
+
+
+def first_look(
+    rows: Sequence[PromptRow], tokenizer: ChatTokenizer, *, scored: bool, given: Sequence[Any] = ()
+) -> list[str]:
+    """Says in one line each what is probably wrong with a run's or a training's prompt rows.
+
+    Args:
+        rows: The first ones, `LOOKED_AT` at most.
+        tokenizer: Whose chat template shows the prompts.
+        scored: Whether a reward function scores their answers by the ground truth.
+        given: Their prompts as the data have them, before they were read.
+    """
+    lines = []
+    if scored and rows and all(row.ground_truth is None for row in rows):
+        lines.append(
+            f"none of the first {len(rows)} prompt rows has a ground truth, so the reward function is given None: "
+            f"data.ground_truth_key names its column (other columns: {', '.join(rows[0].columns) or 'none'})"
+        )
+    own = _structure(tokenizer)
+    found = [tokenizer.special_tokens_in(_text(row)) & own for row in rows]
+    if some := [tokens for tokens in found if tokens]:
+        lines.append(
+            f"{len(some)} of the first {len(rows)} prompts have special tokens of the chat template in their text "
+            f"already ({', '.join(sorted(some[0]))}), and the template is put around it once more: give messages, "
+            "or plain text (docs/data.md)"
+        )
+    if in_text := sum(type(prompt) is str and messages_in_text(prompt) is not None for prompt in given):
+        lines.append(
+            f"{in_text} of the first {len(given)} prompts are messages as JSON text: taken as messages"
+        )
+    return lines
+
+
+def _structure(tokenizer: ChatTokenizer) -> set[str]:
+    """The special tokens that the chat template puts around a message."""
+    try:
+        return tokenizer.special_tokens_in(tokenizer.render_text([{"role": "user", "content": "."}]))
+    except DataError:  # it wants other messages; the rows say more
+        return set()
+
+
+def _text(row: PromptRow) -> str:
+    contents = [message.get("content") for message in row.messages]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    return "\n".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in parts)
