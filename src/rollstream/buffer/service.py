@@ -33,7 +33,7 @@ from rollstream.buffer.store.base import Change, Group, GroupState, Limits, Stat
 from rollstream.buffer.store.sql import Driver, SqlStore
 from rollstream.buffer.store.sqlite import SqliteDriver
 from rollstream.errors import BufferFullError, ConfigError, RollstreamError, RunDirectoryError
-from rollstream.store.lock import RunLock, lock_holder
+from rollstream.store.lock import LockHeldError, RunLock
 from rollstream.web import HTTPError
 
 _LOG = logging.getLogger(__name__)
@@ -442,11 +442,9 @@ def _locked(directory: Path) -> RunLock:
     lock = RunLock(directory / "buffer.lock")
     try:
         lock.acquire()
-    except RunDirectoryError as error:
-        if (holder := lock_holder(directory / "buffer.lock")) is None:
-            raise
+    except LockHeldError as error:
         raise RunDirectoryError(
-            f"{directory} is another server's: {holder}. Stop it, or take another --dir"
+            f"{directory} is another server's: {error.holder}. Stop it, or take another --dir"
         ) from error
     return lock
 

@@ -15,6 +15,20 @@ from rollstream.errors import RunDirectoryError
 
 _PATIENCE_S = 0.3
 
+_NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+class LockHeldError(RunDirectoryError):
+    """Another process has the lock.
+
+    Attributes:
+        holder: its host and process id, for people.
+    """
+
+    def __init__(self, message: str, holder: str) -> None:
+        super().__init__(message)
+        self.holder = holder
+
 
 class RunLock:
     """An flock on `run.lock`, released by the kernel when its process ends, however it ends.
@@ -27,18 +41,25 @@ class RunLock:
         self._fd = -1
 
     def acquire(self) -> None:
-        """Raises `RunDirectoryError` naming the holder when another process has it."""
+        """Takes the lock.
+
+        Raises:
+            LockHeldError: another process has it.
+            RunDirectoryError: there are no locks on this file system.
+        """
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             _lock_patiently(fd)
         except OSError as error:
             os.close(fd)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise RunDirectoryError(f"cannot lock {self._path}: {error.strerror}") from error
+            if not isinstance(error, BlockingIOError):
+                why = "its file system has no flock: " if error.errno in _NO_FLOCK else ""
+                raise RunDirectoryError(f"cannot lock {self._path}: {why}{error.strerror}") from error
             holder = lock_holder(self._path)
-            raise RunDirectoryError(
+            raise LockHeldError(
                 f"{self._path.parent} is being written by another run: {holder}. "
-                "Wait for it or stop it; `rollstream status` works meanwhile."
+                "Wait for it or stop it; `rollstream status` works meanwhile.",
+                holder,
             ) from error
         holder_text = orjson.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()})
         try:
@@ -94,15 +115,17 @@ def lock_holder(path: Path) -> str:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether some process holds the lock right now."""
+    """Whether some process holds the lock right now; False on a file system without locks."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:
+        return False
     finally:
         os.close(fd)
     return False
