@@ -367,7 +367,13 @@ class BatchesAhead(GenerationThread[Group]):
             GenerationFailedError: generation has ended.
         """
         timeout = self._weight_timeout if timeout is None else timeout
-        version = self.step if version is None else version
+        if version is None:
+            version = self.step
+            if version == self._engine_version and self._schedule.untrained:
+                raise WeightUpdateError(
+                    f"the engine is at version {version} already, for batch {version} is not trained: call "
+                    f"trained({version}) before, or name the version of weights in the middle of a batch"
+                )
         self._check_version(version)
         began, until = self._clock(), time.monotonic() + timeout
         drained = began
@@ -452,6 +458,11 @@ class BatchesAhead(GenerationThread[Group]):
         self._failures = 0
         for one in self._filters:
             if (reason := one.drops(group)) is not None:
+                if not isinstance(reason, str):
+                    raise ConfigError(
+                        f"filter {one.name!r} returned {reason!r:.100}: drops() says why a group is thrown away, "
+                        "in words, or None for one that stays"
+                    )
                 self._tell("observe_dropped", group)
                 self._drop(group, reason)
                 return

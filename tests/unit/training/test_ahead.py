@@ -644,6 +644,23 @@ def test_groups_without_signal_are_replaced_exactly() -> None:
     batches_of(filters=[NoSignal()]).load_state_dict(state)  # it has nothing to remember
 
 
+class KeepsWhat(NoSignal):
+    """Says whether instead of why."""
+
+    def drops(self, group: Group) -> Any:
+        return len(set(group.rewards)) == 1
+
+
+def test_a_filter_that_says_whether_and_not_why_is_refused() -> None:
+    async def generate(group: PlannedGroup) -> list[Any]:
+        return scored(0.0, 1.0)
+
+    with batches_of(generate, filters=[KeepsWhat()]) as batches:
+        with pytest.raises(GenerationFailedError, match="no_signal") as failed:
+            batches.next_batch(LONG_S)
+        assert isinstance(failed.value.__cause__, ConfigError)
+
+
 def test_a_curriculum_stops_drawing_what_is_always_thrown_away() -> None:
     drawn: list[int] = []
 
@@ -907,7 +924,11 @@ def test_versions_that_cannot_be() -> None:
         for version in (1, -1, True):
             with pytest.raises(ConfigError, match=f"version {version} of the weights"):
                 batches.update_weights(version=version)
-        batches.trained(batches.next_batch(LONG_S).step)
+        step = batches.next_batch(LONG_S).step
+        with pytest.raises(WeightUpdateError, match=r"call trained\(0\) before"):
+            batches.update_weights()  # it would stamp the trained batch's weights with the version before
+        batches.update_weights(version=0)  # in the middle of a batch, and known as such
+        batches.trained(step)
         with pytest.raises(WeightUpdateError, match=r"cannot load 'file.safetensors'"):
             batches.update_weights("file.safetensors")
         batches.update_weights()
