@@ -35,6 +35,8 @@ def main(folder: Path, mode: str) -> None:
             env=environment(own),
             max_steps=3,
             per_device_train_batch_size=8 // ranks,
+            per_device_eval_batch_size=8 // ranks,
+            eval_dataset=rows(3),
             **options,
         )
     )
@@ -57,6 +59,8 @@ def main(folder: Path, mode: str) -> None:
         made.train()
     except Exception as error:
         said["error"] = f"{type(error).__name__}: {error}"
+    if mode == "train":
+        said["evaluated"] = made.evaluate()
     said["sampled"], said["given"] = made.sampled_prompts, made.given_prompts
     said["rows"] = made.trained_rows
     said["outputs"] = [

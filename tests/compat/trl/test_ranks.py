@@ -50,6 +50,9 @@ def test_each_process_trains_its_slice(ranks: int, tmp_path: Path) -> None:
     assert len({one["weights"] for one in said}) == 1
     assert len(said[0]["rows"]) == 3 and not any(one["rows"] for one in said[1:])
     assert len(said[0]["rewards"]) == 3
+    # Three rows of two rollouts: what fills up the batch of eight is not evaluated.
+    assert {one["evaluated"]["eval_rollstream/rollouts"] for one in said} == {6}
+    assert {one["evaluated"]["eval_rollstream/failed"] for one in said} == {0}
 
 
 @pytest.mark.slow

@@ -58,9 +58,9 @@ def test_names_and_ones_own(tmp_path: Path) -> None:
     assert own["filters"][0].name == "odd_rows"
     assert own["rank"].rank(group(1.0)) == -3.0
     for name in ("medium_first", "easy_to_hard", f"{__name__}.weigh_rows"):
-        plan = make_plan(args(curriculum=name), rows(6), batches=2, shuffle=True)
-        assert isinstance(plan, Curriculum) and plan.length == 8 and plan.identity()["dataset"]
-    assert make_plan(args(group_filter="no_signal"), rows(6), batches=2, shuffle=True).length is None
+        plan = make_plan(args(curriculum=name), 6, batches=2, shuffle=True)
+        assert isinstance(plan, Curriculum) and plan.length == 8
+    assert make_plan(args(group_filter="no_signal"), 6, batches=2, shuffle=True).length is None
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,25 @@ def test_settings_that_do_not_go_together_are_refused(
 def test_unknown_names_are_refused_at_start(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         trainer(tmp_path, rows(10), **changed)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"group_filter": "no_signal"},
+        {"curriculum": "easy_to_hard"},
+        {"group_priority": "spread", "order": "first"},
+    ],
+)
+def test_selection_by_a_part_of_the_reward_is_refused_at_start(
+    changed: dict[str, Any], tmp_path: Path
+) -> None:
+    def length(completions: Any, **_: Any) -> list[float]:
+        return [float(len(str(one))) for one in completions]
+
+    with pytest.raises(ConfigError, match="reward_funcs"):
+        trainer(tmp_path, rows(10), reward_funcs=[length], **changed)
+    trainer(tmp_path, rows(10), reward_funcs=[length], reward_weights=[1.0, 0.0], **changed)
 
 
 def test_a_filter_and_a_curriculum_that_are_resumed(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,11 +20,12 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from transformers import IntervalStrategy, TrainerCallback
+from trl import GRPOConfig
 from trl.trainer import grpo_trainer
 
 from rollstream.agent.single_turn import SingleTurnAgent
 from rollstream.errors import ConfigError, GenerationFailedError, WeightUpdateError
-from rollstream.integrations.trl import GRPOEnvTrainer
+from rollstream.integrations.trl import GRPOEnvTrainer, RolloutEnvironment
 from rollstream.integrations.trl import trainer as home
 from rollstream.integrations.trl.checkpoints import STATE_FILE
 from rollstream.integrations.trl.groups import EnvironmentGroups
@@ -142,8 +144,25 @@ def test_another_dataset_is_refused_on_resume(run: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rows"):
         made.train(resume_from_checkpoint=checkpoint)
     others = rows(ROWS).map(lambda row: {"prompt": [{"role": "user", "content": "2 + 2 ="}]})
-    with pytest.raises(ConfigError, match="dataset was"):
+    with pytest.raises(ConfigError, match="another dataset"):
         trainer(tmp_path, others, max_steps=6).train(resume_from_checkpoint=checkpoint)
+
+
+def test_a_row_that_was_mended_ends_no_resume(run: Any, tmp_path: Path) -> None:
+    mended = rows(ROWS).map(lambda row, index: {"answer": "7"} if index == 3 else row, with_indices=True)
+    resumed = trainer(tmp_path, mended, max_steps=6)
+    resumed.train(resume_from_checkpoint=str(Path(run.args.output_dir) / "checkpoint-4"))
+    assert resumed.trained_rows == run.trained_rows[4:]
+
+
+@pytest.mark.parametrize("changed", [{}, {"group_filter": "no_signal"}, {"steps_per_generation": 2}])
+def test_a_finished_training_that_is_resumed_returns_at_once(changed: Any, tmp_path: Path) -> None:
+    saved = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1, **changed}
+    trainer(tmp_path, rows(ROWS), **saved).train()
+    for _ in range(2):
+        resumed = trainer(tmp_path, rows(ROWS), **saved)
+        assert resumed.train(resume_from_checkpoint=True).global_step == 2
+        assert resumed.trained_rows == [] and resumed.batches is None
 
 
 def first_step(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shift: float) -> float:
@@ -527,11 +546,47 @@ def test_an_evaluation_outside_of_a_training_has_one_engine(
     assert not list(tmp_path.glob("rollstream-*"))
 
 
+class Colder(SingleTurnAgent):
+    """Samples otherwise than the trainer says."""
+
+    async def run(self, sampling: Any, **row: Any) -> Any:
+        return await super().run(replace(sampling, temperature=0.3, top_k=3), **row)
+
+
+def test_a_loop_that_samples_otherwise_ends_the_training(tmp_path: Path) -> None:
+    (tmp_path / "loops.yaml").write_text(f"- name: colder\n  _target_: {__name__}.Colder\n")
+    word = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={tmp_path / 'loops.yaml'}"
+    made = trainer(tmp_path, rows(ROWS, agent="colder"), env=environment(tmp_path, "hf", word), max_steps=1)
+    with pytest.raises(GenerationFailedError, match=r"temperature=0\.3, top_k=3") as failed:
+        made.train()
+    assert isinstance(failed.value.__cause__, ConfigError) and made.state.global_step == 0
+
+
+def test_rewards_without_a_difference_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = environment(tmp_path)
+    (tmp_path / "reward.py").write_text("def compute_score(data_source, **rest):\n    return 0.0\n")
+    trainer(tmp_path, rows(ROWS), env=made, max_steps=7).train()
+    assert len([record for record in caplog.records if "nothing was learnt" in record.message]) == 1
+
+
+def test_the_shared_engine_computes_in_the_trainers_precision(tmp_path: Path) -> None:
+    made = trainer(tmp_path, rows(ROWS), max_steps=1, num_steps_async=0, bf16=True, learning_rate=0.0)
+    made.train()
+    (output,) = made.outputs
+    mask = output["completion_mask"] * output["tool_mask"]
+    apart = (made._logprobs_of(made.model, output) - output["sampling_per_token_logps"]) * mask
+    assert mask.any() and apart.abs().max() < 1e-3
+
+
 def test_what_is_trls_own_is_answered_by_what_is_here() -> None:
     with pytest.raises(ConfigError, match="the second argument is the RolloutEnvironment"):
         GRPOEnvTrainer("model", len)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="with tools of its own"):
         GRPOEnvTrainer("model", len, tools=[len])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="GRPOEnvConfig"):
+        GRPOEnvTrainer("model", RolloutEnvironment(), GRPOConfig("out", use_cpu=True))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -542,6 +597,7 @@ def test_what_is_trls_own_is_answered_by_what_is_here() -> None:
         ({"batch_tokens": 1.5}, "batch_tokens=1.5: a whole number"),
         ({"weight_sync_timeout": "5"}, "weight_sync_timeout='5': a number"),
         ({"sampler_correction": "tis"}, "one of ratio, truncate"),
+        ({"temperature": 0.0}, "temperature"),
         ({"top_p": 0.9}, "change the sampled distribution"),
         ({"generation_kwargs": {"top_k": 1}}, "the environment's engine generates"),
         ({"async_generation_timeout": -1.0}, "more than 0 seconds"),

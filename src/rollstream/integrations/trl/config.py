@@ -148,6 +148,10 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
             raise ConfigError("batch_groups_max is for batch_tokens")
         if self.batch_tokens is not None and not self.steps_ahead:
             raise ConfigError("batch_tokens needs num_steps_async=1 or more")
+        if not self.temperature > 0:
+            raise ConfigError(
+                f"temperature={self.temperature}: more than 0, or all rollouts of a group are one"
+            )
         # Log-probs of a truncated distribution are of another policy than the one that is trained.
         if self.top_p != 1.0 or self.top_k or self.min_p or self.repetition_penalty != 1.0:
             raise ConfigError(

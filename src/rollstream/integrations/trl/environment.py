@@ -23,7 +23,8 @@ from rollstream.integrations.configured_groups import (
     refuse_without_effect,
     resolve_config,
 )
-from rollstream.trajectory import PromptRow
+from rollstream.sampling import sampling_of_row
+from rollstream.trajectory import PromptRow, SamplingParams
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -198,12 +199,23 @@ def read_row(example: Mapping[str, Any], index: int | None = None) -> PromptRow:
     return row
 
 
-def agent_names(dataset: Any) -> set[str]:
-    """The agent loops that a dataset's rows name."""
-    names = set(dataset["agent_name"]) if "agent_name" in dataset.column_names else set()
-    if _PACKED in dataset.column_names:
-        names |= {orjson.loads(row).get("agent_name") for row in dataset[_PACKED]}
-    return {name for name in names if name}
+def refuse_sampling(sampling: SamplingParams, temperature: float) -> None:
+    """Refuses to sample from another distribution than the one whose log-probs the loss computes.
+
+    Where an answer ends (`max_tokens`, `stop`, `ignore_eos`) and its seed change no distribution.
+
+    Raises:
+        ConfigError: another temperature than the trainer's, or anything that changes the model's own probabilities.
+    """
+    asked = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")} | {**sampling.extra}
+    known = {"temperature": temperature, "top_p": 1.0, "top_k": -1}
+    other = [f"{name}={value!r:.100}" for name, value in asked.items() if value != known.get(name)]
+    if other:
+        raise ConfigError(
+            f"{', '.join(other)} is asked for, and the loss knows the model's own distribution at temperature="
+            f"{temperature:g}: a training samples from no other (a row's sampling_params, a program with "
+            "gateway.client_sampling, an agent loop)"
+        )
 
 
 def datasets_of(evaluated: Any) -> list[Any]:
@@ -214,11 +226,19 @@ def datasets_of(evaluated: Any) -> list[Any]:
     return [one for one in given if isinstance(one, Dataset)]
 
 
-def check_dataset(dataset: Any) -> None:
-    """Refuses what cannot be trained on, before anything is generated.
+def check_dataset(dataset: Any, sampling: SamplingParams) -> set[str]:
+    """Refuses what cannot be trained on, before anything is generated: reads every row.
+
+    Args:
+        dataset: a `datasets.Dataset` with the columns of a prompt row.
+        sampling: the trainer's.
+
+    Returns:
+        The agent loops that rows name.
 
     Raises:
         ConfigError: it is not a `datasets.Dataset`, has no prompts, or has images.
+        DataError: a row is no prompt row, or asks for sampling that the loss does not know of; names the row.
     """
     from datasets import Dataset
 
@@ -233,26 +253,21 @@ def check_dataset(dataset: Any) -> None:
             f"the dataset has no column 'prompt'; it has: {', '.join(dataset.column_names)} "
             "(Dataset.rename_column gives one that name)"
         )
-    found = {*IMAGE_COLUMNS, "videos", "audios"}.intersection(dataset.column_names)
-    if any(_is_there(value) for column in found for value in dataset[column]) or _has_parts(dataset):
+    media = [name for name in (*IMAGE_COLUMNS, "videos", "audios") if name in dataset.column_names]
+    if any(_is_there(value) for column in media for value in dataset[column]):
         raise ConfigError(NO_IMAGES)
+    names = set()
+    for index, example in enumerate(dataset):
+        row = read_row(example, index)
+        names.add(row.agent_name)
+        if (given := row.columns.get("sampling_params")) is not None:
+            try:
+                refuse_sampling(sampling_of_row(sampling, given), sampling.temperature)
+            except (ConfigError, DataError) as error:
+                raise DataError(f"row {index} of the dataset: {error}") from error
+    return {name for name in names if name}
 
 
 def _is_there(value: Any) -> bool:
     """Whether a column of images (each one, or a list of them, of any kind) has some in a row."""
     return any(map(_is_there, value)) if isinstance(value, list) else value is not None
-
-
-def _has_parts(dataset: Any) -> bool:
-    """Whether a message has an image among its parts; where all contents are texts, as in most, none is read."""
-    kind = repr(dataset.features.get("prompt"))
-    if "'content': List" not in kind and "Json" not in kind:
-        return False
-    return any(
-        isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
-        for messages in dataset["prompt"]
-        if not isinstance(messages, str)
-        for message in messages
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
-    )

@@ -2,8 +2,8 @@
 
     {"first": 3, "step": 4, "groups": [{"index": 17, "n": 8, "mean": 0.5, "spread": 0.5, "prompt": …, …}, …]}
 
-Steps `first` to `step` train the batch. One that is trained again, after a resume, has a further line: the last
-one holds. What a kill left of a line stays a line of its own.
+Steps `first` to `step` train the batch. A training begins the file anew; one that is resumed keeps the lines of
+the steps before. What a kill left of a line stays a line of its own.
 """
 
 import json
@@ -34,6 +34,18 @@ class GroupLog:
         self._path = Path(folder) / GROUPS_FILE
         self._refused = False
 
+    def begin(self, after: int) -> None:
+        """Keeps the batches up to a step: those of the checkpoint from which a training goes on, 0 of none."""
+        if not self._path.exists():
+            return
+        partial = self._path.with_suffix(".partial")
+        try:
+            with self._path.open("rb") as old, partial.open("wb") as kept:
+                kept.writelines(line for line in old if 0 < _step(line) <= after)
+            partial.replace(self._path)
+        except OSError as error:
+            logger.warning("%s keeps lines of an earlier training: %s", self._path, error)
+
     def write(self, first: int, step: int, groups: Sequence[dict[str, Any]]) -> None:
         line = json.dumps({"first": first, "step": step, "groups": groups}).encode() + b"\n"
         try:
@@ -47,6 +59,14 @@ class GroupLog:
             if not self._refused:
                 logger.warning("the groups of step %d, and later ones, are not noted: %s", step, error)
             self._refused = True
+
+
+def _step(line: bytes) -> int:
+    """The last step of a line's batch; 0 of a line that was cut."""
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:
+        return 0
 
 
 def group_records(

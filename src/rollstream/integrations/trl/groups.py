@@ -16,10 +16,10 @@ from typing import Any
 from rollstream.config.load import to_settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Engine
-from rollstream.engine.continuation import ContinuingEngine
+from rollstream.engine.continuation import ContinuingEngine, OnUpdate
 from rollstream.errors import ConfigError, GroupFailedError, TrainingError
 from rollstream.integrations.configured_groups import build_worker, make_setup
-from rollstream.integrations.trl.environment import RolloutEnvironment, TrainerSays
+from rollstream.integrations.trl.environment import RolloutEnvironment, TrainerSays, refuse_sampling
 from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.setup import RolloutSetup, in_flight_limit
 from rollstream.rollout.worker import make_failure
@@ -27,11 +27,9 @@ from rollstream.rollout.worker_host import BuiltWorker
 from rollstream.scratch import ScratchFolder
 from rollstream.training.ahead import BatchesAhead
 from rollstream.training.plan import FunctionPlan, PlannedGroup
-from rollstream.trajectory import Failure, PromptRow, Rollout, Trajectory
+from rollstream.trajectory import Completion, Failure, PromptRow, Rollout, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
-
-_ROLLOUT = "actor_rollout_ref.rollout"
 
 _FAILED = "rollstream_failed"
 """In the `extra` of a stand-in's trajectory: the error."""
@@ -80,7 +78,7 @@ class EnvironmentGroups:
         self._built: BuiltWorker | None = None
         self._opened = contextlib.AsyncExitStack()
         self._places = asyncio.Semaphore(0)
-        self.engine: Engine | None = None
+        self.engine: TrainedEngine | None = None
         """What generates; None before `start`."""
 
     async def start(self) -> None:
@@ -151,7 +149,7 @@ class EnvironmentGroups:
 
     async def _run(self, row: PromptRow, repeat: int, seconds: float | None) -> Rollout:
         built = self._built
-        assert built is not None, "start() comes first"
+        assert built is not None and self.engine is not None, "start() comes first"
         async with self._places:
             scoring = asyncio.Event()
             running = built.worker.run(row, repeat, on_scoring=scoring.set)
@@ -164,22 +162,24 @@ class EnvironmentGroups:
                     "async_generation_timeout (for limits of each attempt alone set generation.attempt_timeout)"
                 )
                 result = make_failure(row.index, repeat, row.prompt_key, 1, "agent", late)
+        if self.engine.refused is not None:
+            raise ConfigError(str(self.engine.refused)) from self.engine.refused
         return stand_in(row, result) if isinstance(result, Failure) else result.without_side_calls()
 
-    def _make_engine(self, setup: RolloutSetup, log_dir: Path) -> Engine:
-        if self._lent is None:
-            return setup.create_engine(log_dir)
-        from rollstream.engine.hf import HFEngine
-
+    def _make_engine(self, setup: RolloutSetup, log_dir: Path) -> "TrainedEngine":
         model, rollout = setup.settings.actor_rollout_ref.model, setup.settings.actor_rollout_ref.rollout
-        return setup.interruptible(
-            HFEngine(
+        if self._lent is None:
+            engine = setup.create_plain_engine(log_dir)
+        else:
+            from rollstream.engine.hf import HFEngine
+
+            engine = HFEngine(
                 model.tokenizer_path or model.path,
                 model=self._lent,
                 max_model_len=rollout.max_model_len,
                 engine_kwargs=rollout.engine_kwargs,
             )
-        )
+        return TrainedEngine(engine, self._trainer.temperature, on_update=rollout.on_weight_update)
 
     def _check_engine(self, setup: RolloutSetup, engine: Engine) -> None:
         can, name = engine.capabilities, self._environment.engine_name
@@ -191,8 +191,37 @@ class EnvironmentGroups:
                 f"{self._trainer.temperature}: the loss would compare two distributions. Set "
                 "temperature=1.0, or use engine 'hf'"
             )
-        if setup.settings.actor_rollout_ref.rollout.extra_sampling:
-            raise ConfigError(f"{_ROLLOUT}.extra_sampling changes the sampled distribution: leave it out")
+        refuse_sampling(setup.sampling, self._trainer.temperature)
+
+
+class TrainedEngine(ContinuingEngine):
+    """The engine of a training: refuses sampling that the loss does not know of, whoever asks for it."""
+
+    def __init__(self, engine: Engine, temperature: float, *, on_update: OnUpdate) -> None:
+        super().__init__(engine, on_update=on_update)
+        self._temperature = temperature
+        self.refused: ConfigError | None = None
+        """The first refusal. It ends the training: who asked may go on without an answer, and say nothing."""
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        images: list[object] | None = None,
+    ) -> Completion:
+        """See `ContinuingEngine.generate`.
+
+        Raises:
+            ConfigError: see `refuse_sampling`.
+        """
+        try:
+            refuse_sampling(sampling, self._temperature)
+        except ConfigError as error:
+            self.refused = self.refused or error
+            raise
+        return await super().generate(prompt_ids, sampling, request_id=request_id, images=images)
 
 
 async def within(running: Any, seconds: float, availability: EngineAvailability) -> Any:

@@ -1,12 +1,13 @@
 """Which prompts are generated: those of TRL's sampler, known ahead by replaying it, or a curriculum's."""
 
-import hashlib
+import logging
 from collections.abc import Sequence
 from functools import partial
 from statistics import pstdev
 from typing import TYPE_CHECKING, Any
 
 from rollstream.errors import ConfigError
+from rollstream.integrations.trl.environment import read_row
 from rollstream.training import Curriculum, Group, GroupFilter, NoSignal, Plan, Priority, TokenBudget
 from rollstream.training.curriculum import easy_to_hard, medium_first
 from rollstream.training.plan import FunctionPlan
@@ -15,21 +16,35 @@ from rollstream.user_code import import_name
 if TYPE_CHECKING:
     from rollstream.integrations.trl.config import GRPOEnvConfig
 
+logger = logging.getLogger(__name__)
+
 _EPOCHS_KEPT = 3
 """Permutations in memory: work in flight reaches over one end of an epoch, over two of a tiny one."""
 
-_DIGESTED = 5_000
-"""Examples that say which dataset it is: some tenths of a second."""
+_SAMPLED = 64
+"""Rows that say which dataset it is."""
 
 
-def dataset_digest(dataset: Sequence[Any]) -> str:
-    """Says which examples a dataset has, in which order: of a large one, of some thousands of them."""
-    digest = hashlib.blake2b(digest_size=8)
+def sample_prompts(dataset: Sequence[Any]) -> list[str]:
+    """The prompt keys of some rows, evenly spaced: a resume knows its dataset by them."""
     rows = len(dataset)
-    for number in range(min(rows, _DIGESTED)):
-        at = number * rows // min(rows, _DIGESTED)
-        digest.update(repr((at, sorted(dict(dataset[at]).items()))).encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
+    count = min(rows, _SAMPLED)
+    return [read_row(dataset[number * rows // count]).prompt_key for number in range(count)]
+
+
+def check_prompts(saved: Sequence[str], prompts: Sequence[str]) -> None:
+    """Refuses to go on with another dataset. Rows that were mended meanwhile are trained as they are now.
+
+    Raises:
+        ConfigError: most rows are others.
+    """
+    changed = sum(before != now for before, now in zip(saved, prompts, strict=True))
+    if changed * 2 > len(prompts):
+        raise ConfigError(
+            f"the saved state is of another dataset: of {len(prompts)} rows looked at, {changed} are others"
+        )
+    if changed:
+        logger.warning("%d of %d rows looked at have changed since the checkpoint", changed, len(prompts))
 
 
 class SamplerReplay:
@@ -71,22 +86,13 @@ class SamplerReplay:
         self._epochs: dict[int, list[int]] = {}
 
 
-class _DatasetCurriculum(Curriculum):
-    """A curriculum over a dataset: a saved state of another one is refused."""
-
-    content = ""
-
-    def identity(self) -> dict[str, Any]:
-        return {**super().identity(), "dataset": self.content}
-
-
-def make_plan(args: "GRPOEnvConfig", dataset: Any, *, batches: int, shuffle: bool) -> Plan:
-    """The plan of a training of so many batches.
+def make_plan(args: "GRPOEnvConfig", rows: int, *, batches: int, shuffle: bool) -> Plan:
+    """The plan of a training of so many batches over a dataset of so many rows.
 
     Raises:
         ConfigError: the curriculum has no such name.
     """
-    rows, groups = len(dataset), args.groups_per_batch
+    groups = args.groups_per_batch
     # Groups that are thrown away are replaced, and batches may be larger: nobody knows how many there will be.
     length = None if args.group_filter or args.batch_tokens else batches * groups
     if args.curriculum is None:
@@ -95,14 +101,11 @@ def make_plan(args: "GRPOEnvConfig", dataset: Any, *, batches: int, shuffle: boo
             "sampler": "trl.RepeatSampler",
             "rows": rows,
             "prompts_per_batch": groups,
-            "dataset": dataset_digest(dataset),
             "seed": args.seed if shuffle else None,
         }
         return FunctionPlan(replay.at, identity=identity, length=length)
     weigh = find_curriculum(args.curriculum, max(1, batches * groups))
-    plan = _DatasetCurriculum(rows, seed=args.seed, weigh=weigh, length=length)
-    plan.content = dataset_digest(dataset)
-    return plan
+    return Curriculum(rows, seed=args.seed, weigh=weigh, length=length)
 
 
 def find_curriculum(name: str, groups: int) -> Any:
@@ -132,6 +135,27 @@ def make_policies(args: "GRPOEnvConfig") -> dict[str, Any]:
         smallest = args.groups_per_batch
         budget = TokenBudget(args.batch_tokens, smallest, args.batch_groups_max or 4 * smallest)
     return {"filters": filters, "rank": rank, "batch_size": budget}
+
+
+def refuse_later_rewards(args: "GRPOEnvConfig", added: int) -> None:
+    """Refuses what selects prompts or groups by the environment's reward, where that is not the whole reward.
+
+    Args:
+        args: of the trainer.
+        added: reward functions of TRL's, which score a batch when it is trained.
+
+    Raises:
+        ConfigError: naming the settings.
+    """
+    weights = args.reward_weights or [1.0] * (added + 1)
+    chosen = {"curriculum": args.curriculum is not None, "group_filter": args.group_filter == "no_signal"}
+    chosen["group_priority"] = args.group_priority == "spread"
+    if any(weights[1:]) and any(chosen.values()):
+        raise ConfigError(
+            f"{', '.join(name for name in chosen if chosen[name])}: goes by the environment's reward, and "
+            "reward_funcs add to it only when a batch is trained. Score in the environment "
+            "(custom_reward_function.path), or give reward_funcs no weight (reward_weights)"
+        )
 
 
 def _named(key: str, name: str, known: dict[str, Any]) -> Any:

@@ -9,8 +9,10 @@ A *batch* here is what TRL calls a generation batch: `steps_per_generation * num
 """
 
 import itertools
+import logging
 import math
 import sys
+from collections.abc import Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,14 +38,27 @@ from rollstream.integrations.trl.environment import (
     IMAGE_COLUMNS,
     RolloutEnvironment,
     TrainerSays,
-    agent_names,
     check_dataset,
     datasets_of,
     read_row,
 )
 from rollstream.integrations.trl.group_log import GroupLog, group_records
-from rollstream.integrations.trl.groups import EnvironmentGroups, nothing_ahead, run_rows_from, settled
-from rollstream.integrations.trl.plan import SamplerReplay, find_curriculum, make_plan, make_policies
+from rollstream.integrations.trl.groups import (
+    EnvironmentGroups,
+    nothing_ahead,
+    run_rows_from,
+    settled,
+    stand_in,
+)
+from rollstream.integrations.trl.plan import (
+    SamplerReplay,
+    check_prompts,
+    find_curriculum,
+    make_plan,
+    make_policies,
+    refuse_later_rewards,
+    sample_prompts,
+)
 from rollstream.integrations.trl.ranks import failing_together, from_main
 from rollstream.integrations.trl.rows import (
     BatchRows,
@@ -57,19 +72,27 @@ from rollstream.integrations.trl.rows import (
     to_rows,
 )
 from rollstream.integrations.trl.weights import FolderWeights, SharedWeights, lend
+from rollstream.rollout.worker import make_failure
 from rollstream.stop_signals import ending_on_sigterm
 from rollstream.training.ahead import BatchesAhead
 from rollstream.training.corrections import is_stats, masked_is_weights, truncated_is_weights
 from rollstream.training.group import GroupBatch
 from rollstream.training.timing import StepTimes
-from rollstream.trajectory import PromptRow
+from rollstream.trajectory import PromptRow, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 _ROLLOUT_SHARE = 0.8
 """Of the time for which a batch is waited for, what one rollout of it may take. One that hangs has failed
 then, while the batch can still come; most are begun before it is asked for, so little has to be left."""
 
+_FILLS = TrainingError("it only fills up a batch")
+
 _EVALUATION_S = 3600.0
 """For the rollouts of one evaluation batch; the attempts in it have limits of their own."""
+
+_FLAT_BATCHES = 5
+"""Batches in a row without a difference to learn from: by chance it happens once or twice."""
 
 _MEANS_OF_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")
 """TRL's losses that divide by the number of rows. The others divide by tokens, of which an empty row has none."""
@@ -120,18 +143,22 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             )
         if args is None:
             args = GRPOEnvConfig("grpo-env")
+        if not isinstance(args, GRPOEnvConfig):
+            raise ConfigError(
+                f"args is a GRPOEnvConfig here, which has all of GRPOConfig's, not a {type(args).__name__}"
+            )
         if train_dataset is not None:
             environment.refuse_data()
         dataset = environment.dataset() if train_dataset is None else train_dataset
-        check_dataset(dataset)
-        self._evaluated = datasets_of(others.get("eval_dataset"))
-        for one in self._evaluated:
-            check_dataset(one)
+        sampling = SamplingParams(args.max_completion_length, args.temperature)
+        every = [dataset, *datasets_of(others.get("eval_dataset"))]
+        self._agent_names = set().union(*(check_dataset(one, sampling) for one in every))
         SamplerReplay(len(dataset), args.groups_per_batch, seed=0, shuffle=False)  # says if there are too few
         make_policies(args)  # and if there is no such filter, or curriculum
         if args.curriculum is not None:
             find_curriculum(args.curriculum, 1)
         added = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
+        refuse_later_rewards(args, len(added))
         super().__init__(
             model=model,
             reward_funcs=[env_reward, *added],
@@ -157,9 +184,11 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._groups: EnvironmentGroups | None = None
         self._generating = False
         self._resumed: dict[str, Any] | None = None
+        self._prompts: list[str] = []
         self._trained_batches = 0
         self._batch_step = -1
         self._group_log = GroupLog(self.args.output_dir)
+        self._flat_batches = 0  # in a row, without signal
         self._delivered: GroupBatch | None = None  # until its groups are noted
         self._rows: BatchRows | None = None  # of the batch that is being trained
         self._rewards = torch.empty(0)
@@ -223,7 +252,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
                 sys.stderr.write(how_to_resume(self.args.output_dir, self.state.global_step) + "\n")
             raise
 
-    def evaluation_loop(self, *arguments: Any, **keywords: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *arguments: Any, **keywords: Any) -> Any:
         """As `Trainer.evaluation_loop`; the same rows have the same indices, and so seeds, each time.
 
         Outside of a training an engine is started for it, and ends with it. The metrics also have the figures
@@ -231,8 +260,10 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         """
         self._evaluation_indices = itertools.count(len(self.train_dataset))  # those below are the training's
         self._judged = []
+        rows = dataloader.dataset
+        self._to_evaluate = len(rows) * self.num_generations_eval if isinstance(rows, Sized) else sys.maxsize
         try:
-            output = super().evaluation_loop(*arguments, **keywords)
+            output = super().evaluation_loop(dataloader, *arguments, **keywords)
             figures = from_main(self.accelerator, lambda: summarize(joined(self._judged)).numbers())
             prefix = keywords.get("metric_key_prefix", "eval")
             output.metrics.update({f"{prefix}_rollstream/{name}": one for name, one in figures.items()})
@@ -308,6 +339,16 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         steps = self.args.generate_every // self.args.gradient_accumulation_steps
         groups = group_records(batch, rewards, self._load_row)
         self._group_log.write(first, first + steps - 1, groups)
+        learnt = any(one["spread"] for one in groups) or any(
+            len(set(group.trained_rewards)) > 1 for group in batch.groups
+        )
+        self._flat_batches = 0 if learnt else self._flat_batches + 1
+        if self._flat_batches == _FLAT_BATCHES:
+            logger.warning(
+                "nothing was learnt from the last %d batches: within every group the rewards are the same "
+                "(those of the first are %s). Is the reward right, and are the prompts neither too easy nor too hard?",
+                *(_FLAT_BATCHES, groups[0]["mean"]),
+            )
 
     def _log_batch(self) -> None:
         """In the main process, when a batch has been trained: what it was, beside TRL's own numbers of it."""
@@ -325,6 +366,9 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
     def _rollouts_of(self, inputs: list[dict[str, Any]]) -> Fields:
         """Rollouts of the rows of all processes, made once; this process's part, of final trajectories."""
         every = gather_object([read_row(example) for example in inputs])
+        # What fills up the last batch of several processes is no data: rows that were evaluated already.
+        every, filling = every[: self._to_evaluate], every[self._to_evaluate :]
+        self._to_evaluate -= len(every)
         folder = ""
         if self._generating:
             if self._ends(self.control) and self._engine_step != self.state.global_step:
@@ -347,10 +391,14 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             indexed = [replace(row, index=next(self._evaluation_indices)) for row in every]
             rollouts = run_rows_from(groups, batches, indexed, _EVALUATION_S)
             self._judged.append(samples_of(map(settled, rollouts)))
+            rollouts += [
+                stand_in(row, make_failure(0, 0, row.prompt_key, 0, "agent", _FILLS)) for row in filling
+            ]
             return to_rows(rollouts, end_id=self._tokenizer.eos_token_id).fields
 
         fields = from_main(self.accelerator, run)
-        self._metrics["eval"]["rollstream/failed"].append(float(sum(fields["env_failed"])))
+        failed = float(sum(fields["env_failed"]) - len(filling))
+        self._metrics["eval"]["rollstream/failed"].append(failed)
         return take_slice(fields, self.accelerator.process_index, self.accelerator.num_processes)
 
     # --- rewards, rows and the loss
@@ -543,7 +591,9 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
 
         def push() -> None:
             assert self._batches is not None
-            self._batches.update_weights(folder)
+            self._batches.update_weights(
+                folder, self._batches.step
+            )  # perhaps in the middle of the last batch
 
         from_main(self.accelerator, push)
         self._folder.forget_older()
@@ -559,13 +609,16 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         folder = "" if self._shares_weights else self._folder.write(self.model, self._engine_step)
 
         def begin() -> None:
+            self._group_log.begin(self.state.global_step)
+            self._flat_batches = 0
             steps_a_batch = args.generate_every // args.gradient_accumulation_steps
             plan = make_plan(
                 args,
-                self.train_dataset,
+                len(self.train_dataset),
                 batches=-(-self.state.max_steps // steps_a_batch),
                 shuffle=bool(self.shuffle_dataset),
             )
+            prompts = self._prompts = sample_prompts(self.train_dataset)
             self._groups = self._make_groups()
             self._batches = BatchesAhead(
                 plan,
@@ -580,6 +633,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             )
             if resumed is not None:
                 self._batches.load_state_dict(resumed["batches"])
+                check_prompts(resumed["prompts"], prompts)
             if self._shares_weights:
                 self._shared = SharedWeights(self._groups, self._batches, args.weight_sync_timeout)
             self._batches.start(weights=folder)
@@ -588,7 +642,10 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
 
     def _make_groups(self) -> EnvironmentGroups:
         args, dataset, tokenizer = self.args, self.train_dataset, self.processing_class
-        lent = lend(self.accelerator.unwrap_model(self.model)) if self._shares_weights else None
+        lent = None
+        if self._shares_weights:
+            autocast = self.accelerator.autocast if self.accelerator.mixed_precision != "no" else None
+            lent = lend(self.accelerator.unwrap_model(self.model), autocast)
         said = TrainerSays(
             model_path=self.model.config._name_or_path or None,
             temperature=args.temperature,
@@ -603,7 +660,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             said,
             self._load_row,
             lent_model=lent,
-            agent_names=set().union(*map(agent_names, (dataset, *self._evaluated))),
+            agent_names=self._agent_names,
             max_failed_groups=args.max_failed_groups,
             rollout_timeout=_ROLLOUT_SHARE * args.async_generation_timeout,
             to_score=None if len(self.reward_funcs) > 1 else lambda: map(self._load_row, range(len(dataset))),
@@ -634,10 +691,21 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             # Before TRL's files: older checkpoints go when these are written.
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
-            state = {"trained_batches": self._trained_batches, "batches": self._batches.state_dict()}
+            state = {
+                "trained_batches": self._trained_batches,
+                "batches": self._batches.state_dict(),
+                "prompts": self._prompts,
+            }
             write_state(folder, state)
         super()._save_checkpoint(model, trial)
         self._saved_step = self.state.global_step
+
+    def _init_training_state(
+        self, max_steps: int, steps_an_epoch: int, epochs: int, *checkpoint: Any
+    ) -> tuple[int, int]:
+        """As `Trainer` has it; a training that has made its steps already has no epoch left."""
+        begun: tuple[int, int] = super()._init_training_state(max_steps, steps_an_epoch, epochs, *checkpoint)
+        return (epochs, 0) if self.state.global_step >= max_steps else begun
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -4,8 +4,10 @@ import asyncio
 import concurrent.futures
 import contextlib
 import copy
+import functools
 import shutil
 import tempfile
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -153,15 +155,28 @@ class SharedWeights:
                 self._go_on()
 
 
-def lend(model: Any) -> Any:
+def lend(model: Any, autocast: Callable[[], contextlib.AbstractContextManager[Any]] | None = None) -> Any:
     """The model's modules around the same weights, without the `forward` that TRL has put on the model.
 
     TRL's forward calls the module it was made for, which the engine's copy is not.
+
+    Args:
+        model: the trainer's.
+        autocast: in which the trainer computes: without it the engine would sample from another policy. None: in none.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(model, shared)
     for module in copied.modules():
         module.__dict__.pop("forward", None)
+    if autocast is not None:
+        plain = type(copied).forward
+
+        @functools.wraps(plain)
+        def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            with autocast():
+                return plain(self, *arguments, **keywords)
+
+        copied.forward = types.MethodType(forward, copied)
     return copied
 
 

@@ -12,13 +12,15 @@ from rollstream.integrations.configured_groups import ConfiguredGroups
 from rollstream.integrations.trl.environment import (
     RolloutEnvironment,
     TrainerSays,
-    agent_names,
     check_dataset,
     read_row,
 )
-from rollstream.integrations.trl.plan import SamplerReplay, dataset_digest
+from rollstream.integrations.trl.plan import SamplerReplay, check_prompts, sample_prompts
+from rollstream.trajectory import SamplingParams
 
 pytest.importorskip("torch")
+
+SAMPLING = SamplingParams(64)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_the_prompts_column_of_data_files_is_the_configurations(tmp_path: Path) 
     words = [f"data.train_files={tmp_path / 'rows.jsonl'}", "data.prompt_key=question"]
     dataset = RolloutEnvironment(words).dataset()
     assert read_row(dataset[0], 0).messages == [{"role": "user", "content": "1 + 1 ="}]
-    assert agent_names(dataset) == {"tool_agent"}
+    assert check_dataset(dataset, SAMPLING) == {"tool_agent"}
 
 
 def test_datasets_that_cannot_be_trained_on_are_refused() -> None:
@@ -75,19 +77,46 @@ def test_datasets_that_cannot_be_trained_on_are_refused() -> None:
     text = {"prompt": [{"role": "user", "content": "1 + 1"}]}
     parts = [{"type": "text", "text": "what is"}, {"type": "image", "image": "cat.png"}]
     photo = pytest.importorskip("PIL.Image").new("RGB", (2, 2))
-    for none in ([], None, [None]):
-        check_dataset(datasets.Dataset.from_list([{**text, "images": none}]))
+    for none in ([], None):
+        check_dataset(datasets.Dataset.from_list([{**text, "images": none}]), SAMPLING)
     with pytest.raises(ConfigError, match="have images"):
-        check_dataset(datasets.Dataset.from_dict({"prompt": [text["prompt"]], "image": [photo]}))
+        check_dataset(datasets.Dataset.from_dict({"prompt": [text["prompt"]], "image": [photo]}), SAMPLING)
     with pytest.raises(ConfigError, match="no column 'prompt'; it has: question, answer"):
-        check_dataset(datasets.Dataset.from_list([{"question": "1 + 1", "answer": "2"}]))
+        check_dataset(datasets.Dataset.from_list([{"question": "1 + 1", "answer": "2"}]), SAMPLING)
     with pytest.raises(ConfigError, match="IterableDataset"):
-        check_dataset(datasets.Dataset.from_list([text]).to_iterable_dataset())
+        check_dataset(datasets.Dataset.from_list([text]).to_iterable_dataset(), SAMPLING)
     for row in ({**text, "images": ["cat.png"]}, {"prompt": [{"role": "user", "content": parts}]}):
-        with pytest.raises(ConfigError, match="have images"):
-            check_dataset(datasets.Dataset.from_list([row]))
+        with pytest.raises((ConfigError, DataError), match="have images"):
+            check_dataset(datasets.Dataset.from_list([row]), SAMPLING)
         with pytest.raises(DataError):
             read_row(row, 0)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": []},
+        {"prompt": [{"content": "1 + 1"}]},
+        {"extra_info": "no JSON"},
+        {"sampling_params": {"temperature": 0.0}},
+        {"sampling_params": '{"top_p": 0.5}'},
+        {"sampling_params": {"logit_bias": {"7": 1.0}}},
+        {"sampling_params": {"max_tokens": 65}},
+        {"rollstream_row": '{"sampling_params": {"top_k": 3}}'},
+    ],
+)
+def test_a_row_that_cannot_be_trained_on_is_named_before_the_training(row: dict[str, object]) -> None:
+    datasets = pytest.importorskip("datasets")
+    good = {"prompt": [{"role": "user", "content": "1 + 1"}]}
+    with pytest.raises(DataError, match="row 1 of the dataset"):
+        check_dataset(datasets.Dataset.from_list([{**dict.fromkeys(row), **good}, {**good, **row}]), SAMPLING)
+
+
+def test_rows_may_say_where_an_answer_ends() -> None:
+    datasets = pytest.importorskip("datasets")
+    ends = {"max_tokens": 7, "stop": ["."], "ignore_eos": True, "temperature": 1}
+    row = {"prompt": [{"role": "user", "content": "1 + 1"}], "sampling_params": ends}
+    assert check_dataset(datasets.Dataset.from_list([row]), SAMPLING) == set()
 
 
 def test_the_trainers_values_reach_the_configuration() -> None:
@@ -139,9 +168,12 @@ def test_a_ground_truth_that_counts_as_nothing_is_one(truth: object, tmp_path: P
 
 
 def test_a_dataset_is_told_from_another() -> None:
-    first = [{"prompt": f"{number}?", "answer": number} for number in range(9_000)]
-    assert dataset_digest(first) == dataset_digest(list(first))
-    assert len({dataset_digest(first), dataset_digest(first[::-1]), dataset_digest(first[:-1])}) == 3
+    first = [{"prompt": f"{number}?", "answer": number} for number in range(900)]
+    mended = [{**row, "answer": "?"} if row["answer"] % 3 == 0 else row for row in first]
+    check_prompts(sample_prompts(first), sample_prompts(mended))
+    for other in (first[::-1], [{**row, "prompt": "?"} for row in first]):
+        with pytest.raises(ConfigError, match="another dataset"):
+            check_prompts(sample_prompts(first), sample_prompts(other))
 
 
 def test_tasks_become_a_dataset_and_rows_again() -> None:

@@ -51,6 +51,20 @@ def test_line_that_a_kill_has_cut_stays_alone(tmp_path: Path) -> None:
     assert [line[:12] for line in lines] == [b'{"first": 1,', b'{"first": 2', b'{"first": 2,', b""]
 
 
+def test_a_training_begins_anew_and_a_resumed_one_keeps_what_was_before(tmp_path: Path) -> None:
+    log, path = GroupLog(str(tmp_path)), tmp_path / GROUPS_FILE
+    log.begin(0)
+    for step in (2, 4, 6):
+        log.write(step - 1, step, [])
+    with path.open("ab") as file:
+        file.write(b'{"first": 7')
+    log.begin(4)
+    log.write(5, 6, [{"index": 1}])
+    assert [json.loads(line)["step"] for line in path.read_bytes().splitlines()] == [2, 4, 6]
+    log.begin(0)
+    assert path.read_bytes() == b""
+
+
 def test_folder_that_cannot_be_written_is_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,12 +1,14 @@
-"""Rollouts that take too long."""
+"""Rollouts that take too long, and sampling that the loss does not know of."""
 
 import asyncio
 
 import pytest
 
-from rollstream.errors import EngineUnavailableError
-from rollstream.integrations.trl.groups import within
+from rollstream.errors import ConfigError, EngineUnavailableError
+from rollstream.integrations.trl.groups import TrainedEngine, within
 from rollstream.rollout.availability import EngineAvailability
+from rollstream.testing.scripted import ScriptedEngine
+from rollstream.trajectory import SamplingParams
 
 
 class Health:
@@ -66,3 +68,23 @@ async def test_the_time_without_an_engine_is_charged_to_nobody() -> None:
     await availability.wait()  # opens it: from now on the time is the rollout's
     with pytest.raises(TimeoutError):
         await running
+
+
+async def test_only_the_trainers_sampling_reaches_the_trained_engine() -> None:
+    inside = ScriptedEngine()
+    engine = TrainedEngine(inside, 0.7, on_update="continue")
+    await engine.start()
+    known = SamplingParams(8, temperature=0.7, seed=3, ignore_eos=True, stop_token_ids=(5,))
+    await engine.generate([1, 2], known, request_id="a")
+    assert engine.refused is None
+    for asked in (
+        SamplingParams(8, temperature=1.0),
+        SamplingParams(8, temperature=0.0),
+        SamplingParams(8, temperature=0.7, top_p=0.9),
+        SamplingParams(8, temperature=0.7, top_k=20),
+        SamplingParams(8, temperature=0.7, extra={"min_p": 0.1}),
+    ):
+        with pytest.raises(ConfigError):
+            await engine.generate([1, 2], asked, request_id="b")
+    assert isinstance(engine.refused, ConfigError) and len(inside.requests) == 1
+    await engine.close()

@@ -59,6 +59,20 @@ def test_a_lent_model_shares_weights_and_has_its_own_forward(model: Any) -> None
     assert torch.equal(again(input_ids=ids).logits, original(input_ids=ids).logits)
 
 
+def test_lent_weights_are_computed_with_as_the_trainer_does(model: Any) -> None:
+    def autocast() -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    ids = torch.tensor([[1, 2, 3]])
+    with autocast():
+        wanted = model(input_ids=ids).logits
+    lent = lend(model, autocast)
+    again = copy.deepcopy(lent, {id(tensor): tensor for tensor in lent.parameters()})
+    for one in (lent, again):
+        assert torch.equal(one(input_ids=ids).logits, wanted)
+    assert not torch.equal(model(input_ids=ids).logits, wanted)
+
+
 def test_weights_stay_until_the_engine_has_those_after_them(model: Any, tmp_path: Path) -> None:
     weights = FolderWeights(Accelerator(), str(tmp_path))
     folders = [Path(weights.write(model, step) or "") for step in range(2)]
