@@ -17,7 +17,7 @@ from rollstream.chat.parsers.base import ParsedOutput, ToolCallParser
 from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer
-from rollstream.chat.tool_schema import schema_digest
+from rollstream.chat.tool_schema import row_tools, schema_digest, with_row_tools
 from rollstream.engine.base import ChatEngine, ChatPrompt, Engine
 from rollstream.errors import EngineError
 from rollstream.trajectory import Completion, Message, Metrics, SamplingParams, Trajectory
@@ -142,6 +142,8 @@ class AgentLoop(ABC):
         self.reward_info: dict[str, Any] = {}
         """What the reward is told besides, in its `extra_info`."""
         self._engine_calls = 0
+        self._row_tools: dict[str, dict[str, Any]] = {}
+        """Schemas that the row brings, by digest: they are not among the run's."""
         self._prompts: list[tuple[list[int], list[str]]] = []
         """Prompts, and digests of the schemas that they show."""
 
@@ -221,18 +223,27 @@ class AgentLoop(ABC):
         self.note_tools(ids, prompts.tools if tools is None else tools)
         return ids
 
+    def with_row_tools(
+        self, tools: Sequence[dict[str, Any]] | None, row: Mapping[str, Any]
+    ) -> list[dict[str, Any]] | None:
+        """Schemas for `render`: `tools`, and those of the row's column `tools` that have other names."""
+        self._row_tools |= {schema_digest(schema): schema for schema in row_tools(row.get("tools"))}
+        return with_row_tools(tools, row.get("tools"))
+
     def note_tools(self, prompt_ids: list[int], tools: Sequence[dict[str, Any]] | None) -> None:
         """Says which schemas a prompt shows; `render` does it. A trajectory of these ids is marked by them."""
         self._prompts.append((prompt_ids, [schema_digest(tool) for tool in tools or ()]))
 
     def tool_marks(self, prompt_ids: list[int]) -> dict[str, Any]:
-        """`shown_tools` of the `extra` of a trajectory with this prompt: digests of the schemas that it shows.
+        """`shown_tools` of the `extra` of a trajectory with this prompt: the schemas that it shows.
+
+        Those of the run by their digests, a row's own as they are.
 
         Nothing where it shows none, or that is not known.
         """
         noted = [tools for ids, tools in self._prompts if ids == prompt_ids]
         known = noted and noted[0] and all(tools == noted[0] for tools in noted)
-        return {"shown_tools": noted[0]} if known else {}
+        return {"shown_tools": [self._row_tools.get(one, one) for one in noted[0]]} if known else {}
 
     def room(self, prompt_tokens: int, response_tokens: int) -> int:
         """Tokens that may still be added to a trajectory; may be negative."""

@@ -128,7 +128,8 @@ class ContextAgent(ToolAgent):
         return state
 
     def shown_tools(self) -> list[dict[str, Any]]:
-        return [*super().shown_tools(), *SCHEMAS]
+        others = [schema for schema in super().shown_tools() if schema["function"]["name"] not in NAMES]
+        return [*others, *SCHEMAS]
 
     def prompt_messages(self) -> list[Message]:
         if self.row.get("images"):

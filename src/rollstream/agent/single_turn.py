@@ -16,7 +16,10 @@ class SingleTurnAgent(AgentLoop):
 
     async def run(self, sampling: SamplingParams, **row: Any) -> Trajectory:
         messages: list[Message] = row["raw_prompt"]
-        prompt_ids = await self.render(messages, prompt_key=row["prompt_key"], images=row.get("images") or ())
+        tools = self.with_row_tools(self.resources.prompts.tools, row)
+        prompt_ids = await self.render(
+            messages, prompt_key=row["prompt_key"], tools=tools, images=row.get("images") or ()
+        )
         limit = min(sampling.max_tokens, self.resources.response_length)
         if self.resources.max_model_len is not None:
             limit = min(limit, self.resources.max_model_len - len(prompt_ids))
@@ -30,7 +33,7 @@ class SingleTurnAgent(AgentLoop):
             prompt_ids,
             sampling if limit == sampling.max_tokens else replace(sampling, max_tokens=limit),
             messages=messages,
-            tools=self.resources.prompts.tools,
+            tools=tools,
         )
         track.add_sampled(completion)
         answer = completion.message or {

@@ -157,8 +157,10 @@ class ToolAgent(AgentLoop):
         return messages
 
     def shown_tools(self) -> list[dict[str, Any]]:
-        """Schemas of the tools that the prompt shows."""
-        return self.session.schemas if self.resources.show_tools else []
+        """Schemas of the tools that the prompt shows: the loop's and the row's, which nobody executes."""
+        if not self.resources.show_tools:
+            return []
+        return self.with_row_tools(self.session.schemas, self.row) or []
 
     def users_message(self, text: str) -> Message:
         """What an interaction said, as a message."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,39 @@ def schema_json(schema: ToolSchema) -> bytes:
 def schema_digest(schema: ToolSchema) -> str:
     """The same for schemas that a chat template shows alike: 16 hexadecimal digits."""
     return hashlib.blake2b(schema_json(schema), digest_size=8).hexdigest()
+
+
+def row_tools(column: Any) -> list[ToolSchema]:
+    """The schemas in a prompt row's column `tools`, as data sets for TRL, slime and SkyRL have it.
+
+    It is a list of schemas or of bare functions (name, description, parameters), or such a list as JSON text.
+    There are none in anything else, such as a list of names.
+    """
+    if isinstance(column, str):
+        try:
+            column = orjson.loads(column)
+        except orjson.JSONDecodeError:
+            return []
+    schemas = []
+    for entry in column if isinstance(column, list) else ():
+        if not isinstance(entry, dict):
+            return []
+        function = entry.get("function") or {key: value for key, value in entry.items() if key != "type"}
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            return []
+        schemas.append({"type": "function", "function": function})
+    return schemas
+
+
+def with_row_tools(schemas: Sequence[ToolSchema] | None, column: Any) -> list[ToolSchema] | None:
+    """Schemas that a prompt shows: a run's or a loop's own, and those of a row's column with other names.
+
+    None if `schemas` is None and the row has none.
+    """
+    shown = {schema["function"]["name"]: schema for schema in row_tools(column)}
+    for schema in schemas or ():
+        shown.pop(schema["function"]["name"], None)
+    return None if schemas is None and not shown else [*(schemas or ()), *shown.values()]
 
 
 def read_tool_entries(path: str | Path, *, key: str) -> list[Any]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollstream.chat.tokenizer import ChatTokenizer
+from rollstream.chat.tool_schema import row_tools
 from rollstream.data.row import messages_in_text
 from rollstream.errors import DataError
 from rollstream.trajectory import PromptRow
@@ -36,6 +37,11 @@ def first_look(
             f"{len(some)} of the first {len(rows)} prompts have special tokens of the chat template in their text "
             f"already ({', '.join(sorted(some[0]))}), and the template is put around it once more: give messages, "
             "or plain text (docs/data.md)"
+        )
+    if unread := sum(bool(tools := row.columns.get("tools")) and not row_tools(tools) for row in rows):
+        lines.append(
+            f"the column tools of {unread} of the first {len(rows)} prompt rows is no list of function schemas: it is "
+            "not shown to the model"
         )
     if in_text := sum(type(prompt) is str and messages_in_text(prompt) is not None for prompt in given):
         lines.append(

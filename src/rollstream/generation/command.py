@@ -231,9 +231,7 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
         if prepared.tokenizer.makes_ids
         else None,
         "first_prompt": row.messages,
-        "first_prompt_text": prepared.tokenizer.render_text(
-            row.messages, tools=prepared.prompt_tools(row) or prepared.prompts.tools
-        ),
+        "first_prompt_text": prepared.tokenizer.render_text(row.messages, tools=prepared.prompt_tools(row)),
         "engine": {"name": prepared.settings.actor_rollout_ref.rollout.name, **capabilities},
         "launch": launched,
         "identity": prepared.manifest.identity,

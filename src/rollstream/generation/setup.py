@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import rollstream
 from rollstream.chat.parsers.registry import get_parser
-from rollstream.chat.tool_schema import schema_digest, schema_json
+from rollstream.chat.tool_schema import schema_digest, schema_json, with_row_tools
 from rollstream.config.load import to_settings, to_stored_yaml
 from rollstream.config.settings import RewardSettings, Settings
 from rollstream.daemon_threads import in_daemon_thread
@@ -101,9 +101,12 @@ class Prepared(RolloutSetup):
         return row.agent_name or self.settings.actor_rollout_ref.rollout.agent.default_agent_loop
 
     def prompt_tools(self, row: PromptRow) -> list[dict[str, Any]] | None:
-        """Schemas that a row's prompt shows; None: those of `data.tool_config_path`."""
+        """Schemas that a row's prompt shows; None if there are none."""
         show = self.settings.actor_rollout_ref.rollout.multi_turn.show_tools
-        return self.agents.prompt_tools(self.loop_name(row), show_tools=show)
+        own = self.agents.prompt_tools(self.loop_name(row), show_tools=show)
+        if own is not None and not show:
+            return own
+        return with_row_tools(self.prompts.tools if own is None else own, row.columns.get("tools"))
 
     @property
     def loop_names(self) -> list[str]:
@@ -346,6 +349,7 @@ def _prepare(
     if data.filter_overlong_prompts:
         shown = [agents.prompt_tools(name, show_tools=rollout.multi_turn.show_tools) for name in loop_names]
         decides = [tokenizer.digest(), data.apply_chat_template_kwargs, setup.shown_tools, loop_names, shown]
+        decides.append("with the rows' tools")
         say(f"looking for prompts of more than {rollout.prompt_length} tokens")
         prepared.overlong = filter_overlong(
             dataset,

@@ -436,3 +436,26 @@ async def test_a_cancelled_rollout_releases_what_was_begun(where: str) -> None:
         assert tool.tool.done.count("release") == 1
         assert not asyncio.all_tasks() - before
     assert engine.in_flight == 0
+
+
+@pytest.mark.parametrize("loop", ["single_turn_agent", "tool_agent", "context_agent"])
+async def test_schemas_of_a_row_are_shown_and_its_calls_answered_by_tools_that_exist(loop: str) -> None:
+    def schema(name: str) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "description": "The row's.", "parameters": {}}}
+
+    engine = await started(says(call_text("rain_in", city="Lyon"), "no"))
+    async with opened([class_tool(Recorder)]) as box:
+        given = resources(engine, tools=box)
+        given.prompts.tools = box.schemas
+        row = make_row(columns={"tools": [schema("rain_in"), schema("it")]})
+        made = completed(await make_worker(given, loop=loop).run(row, 0)).final
+        bare = completed(await make_worker(given, loop=loop).run(make_row(1), 0)).final
+    prompt = demo_tokenizer().decode(made.prompt_ids)
+    assert prompt.count('"name": "rain_in"') == 1
+    assert prompt.count('"name": "it"') == 1 and prompt.count("The row's.") == 1  # the run's goes before
+    shown = made.extra["shown_tools"]
+    assert [one for one in shown if isinstance(one, dict)] == [schema("rain_in")]
+    assert [one for one in shown if isinstance(one, str)] == bare.extra["shown_tools"]
+    if loop != "single_turn_agent":
+        assert "unknown tool 'rain_in'" in contents(made)[0]
+        assert made.extra["tool_counts"] == {"rain_in": [1, 1]}

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ from rollstream.chat.tool_schema import (
     check_names_differ,
     check_tool_schema,
     read_tool_entries,
+    row_tools,
+    with_row_tools,
 )
 from rollstream.errors import ConfigError
 
@@ -73,3 +76,35 @@ def test_arguments_are_not_checked_where_the_schema_cannot_be_used(caplog: pytes
     for reference in ("https://example.org/schema.json", "#/$defs/no", "#/properties/a"):
         assert check_of(type="object", properties={"a": {"$ref": reference}}).misfit({"a": 3}) is None
     assert ArgumentCheck({"type": "function", "function": {"name": "f"}}).misfit({"a": 3}) is None
+
+
+RAIN = {"name": "rain_in", "description": "Tells.", "parameters": {"type": "dict", "properties": {}}}
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        [{"type": "function", "function": RAIN}],
+        [{"function": RAIN}],
+        [RAIN],
+        [{"type": "function", **RAIN}],
+        json.dumps([RAIN]),
+    ],
+)
+def test_schemas_of_a_row_come_in_several_forms(column: Any) -> None:
+    assert row_tools(column) == [{"type": "function", "function": RAIN}]
+
+
+@pytest.mark.parametrize(
+    "column", [None, "", [], "rain_in", ["rain_in"], '["rain_in"]', [RAIN, "x"], {"a": 1}, [{}]]
+)
+def test_what_is_no_list_of_schemas_has_none(column: Any) -> None:
+    assert row_tools(column) == []
+    assert with_row_tools(None, column) is None
+    assert with_row_tools([], column) == []
+
+
+def test_a_run_s_tool_goes_before_a_row_s_of_its_name() -> None:
+    own = [{"type": "function", "function": {"name": "rain_in"}}]
+    other = {"type": "function", "function": {"name": "snow_in"}}
+    assert with_row_tools(own, [RAIN, other]) == [*own, other]

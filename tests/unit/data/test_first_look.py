@@ -45,3 +45,10 @@ def test_messages_as_json_text_are_said_once(tokenizer: ChatTokenizer) -> None:
     text = json.dumps([{"role": "user", "content": "What is 2 + 2?"}])
     (line,) = look(tokenizer, *[{"prompt": text, "answer": "4"}] * 3)
     assert line.startswith("3 of the first 3 prompts") and "JSON text" in line
+
+
+def test_tools_that_are_no_schemas(tokenizer: ChatTokenizer) -> None:
+    row = {"prompt": "Rain in Lyon?", "answer": "no"}
+    assert look(tokenizer, row | {"tools": [{"name": "rain_in"}]}, row | {"tools": []}) == []
+    (line,) = look(tokenizer, row | {"tools": ["rain_in"]}, row)
+    assert "tools of 1 of the first 2" in line
