@@ -54,7 +54,13 @@ class ScriptedClient(LLMServerClient):  # type: ignore[misc]
 
 
 def worker(
-    tmp_path: Path, kind: type[Any], *, loop: str = "context_agent", options: str = "", use_v1: bool = True
+    tmp_path: Path,
+    kind: type[Any],
+    *,
+    loop: str = "context_agent",
+    options: str = "",
+    use_v1: bool = True,
+    estimator: str = "grpo",
 ) -> Any:
     (tmp_path / "loops.yaml").write_text(
         "- name: mine\n  _target_: rollstream.integrations.verl.loop.RollstreamLoop\n"
@@ -70,6 +76,7 @@ def worker(
     ]
     config = compose_verl(to_settings(compose(words)))
     config.trainer.use_v1 = use_v1
+    config.algorithm.adv_estimator = estimator
     return kind(config, ScriptedClient(config))
 
 
@@ -130,6 +137,8 @@ def put(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     queue.init, queue.async_kv_batch_put = (lambda *_: None), batch_put  # type: ignore[attr-defined]
     queue.__getattr__ = lambda name: type(name, (), {})  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, "transfer_queue", queue)
+    if (importing := sys.modules.get("verl.trainer.ppo.v1.agent_loop_tq")) is not None:  # by an earlier test
+        monkeypatch.setattr(importing, "tq", queue)
     return given
 
 
@@ -156,13 +165,63 @@ async def test_verls_trainer_puts_every_trajectory_into_its_queue(
     ]
     with pytest.raises(ConfigError, match=r"set trainer\.use_v1=true"):
         await run(use_v1=False)
-    loops = tmp_path / "own.yaml"
-    loops.write_text(
-        "- name: strict\n  _target_: rollstream.agent.context.ContextAgent\n  snapshot_scoring: own\n"
+
+
+async def test_a_snapshots_own_reward_counts_in_verls_training(
+    tmp_path: Path, put: list[dict[str, Any]]
+) -> None:
+    import numpy as np
+    import torch
+    from verl import DataProto
+    from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    trainers_worker = AgentLoopWorkerTQ.__ray_metadata__.modified_class
+    (tmp_path / "reward.py").write_text("def compute_score(**row):\n    return 1.0\n")
+
+    async def verls_reward(outputs: list[Any], kwargs: dict[str, Any]) -> None:
+        outputs[-1].reward_score = 0.25  # its reward workers are actors
+
+    async def run(loop: str, *, reward: bool = True, estimator: str = "grpo_vectorized") -> Any:
+        loops = tmp_path / "own.yaml"
+        loops.write_text(f"- name: strict\n  _target_: rollstream.agent.context.ContextAgent\n  {loop}\n")
+        words = [f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}"]
+        words += [f"custom_reward_function.path={tmp_path / 'reward.py'}"] if reward else []
+        options = f"  overrides: [{', '.join(words)}]\n"
+        made = worker(tmp_path, trainers_worker, loop="strict", options=options, estimator=estimator)
+        row = {**ROW, "uid": "u", "session_id": 0, "global_steps": 1}
+        made._compute_score = made._compute_score if reward else verls_reward
+        info = {"step": 1, "sample_index": 0, "rollout_n": 0, "validate": False}
+        await made._run_agent_loop({"temperature": 1.0, "logprobs": True}, info, agent_name="mine", **row)
+        return put.pop()
+
+    given = await run("context_penalty: 0.01")
+    snapshot, final = (one.sum().item() for one in given["fields"]["rm_scores"])
+    lengths = [tag["seq_len"] for tag in given["tags"]]
+    assert snapshot == pytest.approx(-0.01 * lengths[0], rel=1e-5)
+    assert final == 1.0
+    by_verl = await run("context_penalty: 0.01", reward=False)
+    assert [one.sum().item() for one in by_verl["fields"]["rm_scores"]] == [pytest.approx(snapshot), 0.25]
+    (same, _) = (one.sum().item() for one in (await run("snapshot_scoring: own"))["fields"]["rm_scores"])
+    assert same == 1.0
+    for how in (
+        {"loop": "context_penalty: 0.01", "estimator": "grpo"},
+        {"loop": "snapshot_scoring: own", "reward": False},
+        {"loop": "snapshot_scoring: none"},
+    ):
+        with pytest.raises(ConfigError):
+            await run(**how)
+
+    # Four trajectories of two rollouts, as verl's trainer makes advantages of them.
+    rewards = torch.tensor([snapshot, 1.0, -0.5, 0.0])
+    data = DataProto.from_dict(
+        {"token_level_rewards": rewards[:, None], "response_mask": torch.ones(4, 1)},
+        {"uid": np.array(["u"] * 4, dtype=object)},
     )
-    options = f"  overrides: [actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}]\n"
-    with pytest.raises(ConfigError, match="leave out snapshot_scoring"):
-        await run(loop="strict", options=options)
+    keys = ["u_0_0", "u_0_1", "u_1_0", "u_1_1"]
+    found = compute_advantage_for_multi_trajectories(data, keys, "grpo_vectorized", num_repeat=2)
+    expected = (rewards - rewards.mean()) / rewards.std()
+    assert found.batch["advantages"][:, 0].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 async def test_a_rollout_that_fails_says_why(tmp_path: Path) -> None:

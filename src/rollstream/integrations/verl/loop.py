@@ -39,7 +39,8 @@ class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
 
     Model, lengths, sampling, turns and tools are those of verl's configuration; `overrides` are keys of
     rollstream's laid over them. A rollout of several trajectories is a list of outputs, the final one last.
-    verl's reward scores it, unless `overrides` name a `custom_reward_function`.
+    verl's reward scores it, unless `overrides` name a `custom_reward_function`. A snapshot that has a reward of its
+    own keeps it; the others get the final one's.
     """
 
     def __init__(self, *args: Any, loop: str, overrides: Iterable[str] = (), **kwargs: Any) -> None:
@@ -61,6 +62,9 @@ class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
         trajectories = result.without_side_calls().trajectories
         if len(trajectories) > 1:
             self._refuse_several()
+            *snapshots, final = trajectories
+            if any(one.reward is not None and one.reward != final.reward for one in snapshots):
+                self._refuse_own_rewards()
         outputs = [to_output(one, prompt.columns) for one in trajectories]
         return outputs if len(outputs) > 1 else outputs[0]
 
@@ -86,10 +90,19 @@ class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
         loop = setup.agents.loops.create(self._name, setup.agent_resources(engine), request_id="check")
         if isinstance(loop, ContextAgent):
             self._refuse_several()
-            if current_calls() is None and (loop.snapshot_scoring, loop.context_penalty) != ("outcome", None):
+            if (loop.snapshot_scoring, loop.context_penalty) != ("outcome", None):
+                self._refuse_own_rewards()
+            if (
+                current_calls() is None
+                and loop.context_penalty is None
+                and (
+                    loop.snapshot_scoring == "none"
+                    or (loop.snapshot_scoring == "own" and settings.custom_reward_function.path is None)
+                )
+            ):
                 raise ConfigError(
-                    f"agent loop {self._name!r}: verl's trainer gives every trajectory of a rollout the final "
-                    "one's reward: leave out snapshot_scoring and context_penalty"
+                    f"agent loop {self._name!r}: verl's trainer gives a snapshot without a reward the final one's: "
+                    "with snapshot_scoring=own name a custom_reward_function in overrides, and leave out none"
                 )
         return setup.make_worker(engine, [self._name]).worker
 
@@ -100,6 +113,23 @@ class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
                 f"agent loop {self._name!r} gives several trajectories a rollout, and verl's old trainer takes "
                 "one: set trainer.use_v1=true"
             )
+
+    def _refuse_own_rewards(self) -> None:
+        """Raises `ConfigError` where a snapshot's own reward would not count."""
+        if current_calls() is None and self.config.algorithm.adv_estimator == "grpo":
+            raise ConfigError(
+                f"agent loop {self._name!r}: a snapshot has a reward of its own, and verl's grpo gives every "
+                "trajectory of a rollout the final one's advantage: set algorithm.adv_estimator=grpo_vectorized, "
+                "which has the same formula over all trajectories, or another one"
+            )
+
+
+class _OwnReward(AgentLoopOutput):  # type: ignore[misc]
+    """A snapshot with a reward of its own: verl's worker sets that of all but the final output to the final one's."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "reward_score":
+            super().__setattr__(name, value)
 
 
 def to_row(sample: Mapping[str, Any], index: int, sampling: Mapping[str, Any] | None = None) -> PromptRow:
@@ -132,7 +162,8 @@ def to_output(trajectory: Trajectory, columns: Mapping[str, Any]) -> AgentLoopOu
     versions = [version for _, version in trajectory.policy_versions]
     extra = {key: value for key, value in trajectory.extra.items() if key not in {*columns, "extra_info"}}
     metrics = trajectory.metrics
-    return AgentLoopOutput(
+    kind = _OwnReward if trajectory.is_snapshot and trajectory.reward is not None else AgentLoopOutput
+    return kind(
         prompt_ids=trajectory.prompt_ids,
         response_ids=trajectory.response_ids,
         response_mask=trajectory.response_mask,
