@@ -23,6 +23,7 @@ from rollstream.engine.openai import OpenAIEngine
 from rollstream.engine.openai_wire import Turn
 from rollstream.engine.openvino import OpenVINOEngine
 from rollstream.engine.vllm import VLLMEngine
+from rollstream.engine.weight_probe import own_logprobs, write_probe
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.gateway.app import Endpoint
 from rollstream.rollout.validate import check_trajectories
@@ -43,9 +44,42 @@ HOT = SamplingParams(60, temperature=1.5)
 QUESTIONS = [f"What is {i * 13 % 97} + {i * 31 % 89}?" for i in range(20)]
 
 
+def copy_model(folder: Path, *, scale: float = 1.0, head: float | None = 1.0) -> Path:
+    """The demo model with other weights: MLPs and embedding times `scale`, and an output layer of its own.
+
+    `head` scales that; None: it stays the embedding.
+    """
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(MODEL_PATH, folder)
+    weights = load_file(MODEL_PATH / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"].clone()
+    weights = {
+        name: value * scale if "mlp" in name or "embed" in name else value for name, value in weights.items()
+    }
+    if head is not None:
+        weights["lm_head.weight"] = embedding * head
+        config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+        (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model, whose output layer is a copy of the embedding: vLLM takes other weights of it on a CPU."""
+    return copy_model(tmp_path_factory.mktemp("model") / MODEL_PATH.name)
+
+
 @pytest.fixture(scope="module", params=OPTIONS)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with vllm_server(request.param, tmp_path_factory.mktemp("vllm") / "server.log") as server:
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, untied: Path
+) -> Iterator[Server]:
+    log, model = (
+        tmp_path_factory.mktemp("vllm") / "server.log",
+        untied if request.param == "generate" else MODEL_PATH,
+    )
+    with vllm_server(request.param, log, model) as server:
         yield server
 
 
@@ -199,19 +233,17 @@ async def test_the_servers_own_refusals(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model with other weights."""
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path_factory.mktemp("model") / "changed"
-    shutil.copytree(MODEL_PATH, folder)
-    weights = load_file(MODEL_PATH / "model.safetensors")
-    other = {name: value * 1.1 if "mlp" in name else value for name, value in weights.items()}
-    save_file(other, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    """The demo model with other weights, its embedding and output layer among them."""
+    return copy_model(tmp_path_factory.mktemp("model") / "changed", scale=1.1, head=0.95)
 
 
 async def test_other_weights(
-    server: Server, engine: VLLMEngine, prompts: list[list[int]], changed: Path, tmp_path: Path
+    server: Server,
+    engine: VLLMEngine,
+    prompts: list[list[int]],
+    changed: Path,
+    untied: Path,
+    tmp_path: Path,
 ) -> None:
     if server.route != "generate":
         pytest.skip("needs the generate route and VLLM_SERVER_DEV_MODE=1")
@@ -227,7 +259,7 @@ async def test_other_weights(
     assert await engine.health()
     back = await engine.generate(prompts[0], GREEDY, request_id="a")
     assert (back.token_ids, back.policy_versions) == (after.token_ids, [(0, 7)])
-    await engine.update_weights(str(MODEL_PATH), 9)
+    await engine.update_weights(str(untied), 9)
     assert await engine.health()
     again = await engine.generate(prompts[0], GREEDY, request_id="a")
 
@@ -247,8 +279,61 @@ async def test_other_weights(
     assert logprobs[start:] == pytest.approx(new.score(prompts[0], first.token_ids)[1][start:], abs=1e-3)
 
 
+async def test_log_probs_of_given_ids(server: Server, engine: VLLMEngine, reference: Reference) -> None:
+    ids = [1 + at * 37 % 500 for at in range(200)]
+    scores = await engine.score(ids, 4)
+    assert scores == pytest.approx(reference.score(ids[:4], ids[4:])[1], abs=1e-3)
+
+
+def probed(folder: Path) -> str:
+    """The folder, with what a trainer says of its weights."""
+    from transformers import AutoModelForCausalLM
+
+    write_probe(folder, own_logprobs(AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), 512))
+    return str(folder)
+
+
+async def test_weights_are_compared_with_the_trainers(
+    server: Server, engine: VLLMEngine, untied: Path, tmp_path: Path
+) -> None:
+    if server.route != "generate":
+        pytest.skip("needs the generate route and VLLM_SERVER_DEV_MODE=1")
+    # The second folder has weights that the trainer's word is not of.
+    right, wrong = (copy_model(tmp_path / str(at), scale=1.1, head=0.95) for at in range(2))
+    try:
+        await engine.update_weights(probed(right), 3)
+        assert await engine.health()
+        shutil.copyfile(untied / "model.safetensors", Path(probed(wrong)) / "model.safetensors")
+        with pytest.raises(EngineError, match="nats off the trainer's"):
+            await engine.update_weights(str(wrong), 4)
+    finally:
+        await engine.update_weights(str(untied), 5)
+
+
+async def test_a_tied_output_layer_stays_the_old_one_so_no_weights_are_given(tmp_path: Path) -> None:
+    tied = copy_model(tmp_path / "tied", scale=1.1, head=None)
+    ids = [1 + at * 37 % 500 for at in range(100)]
+    with vllm_server("generate", tmp_path / "server.log") as server:
+        engine = VLLMEngine([server.url], model_path=str(MODEL_PATH))
+        await engine.start()
+        try:
+            assert not engine.capabilities.update_weights
+            with pytest.raises(EngineError, match="cannot update weights"):
+                await engine.update_weights(str(tied), 1)
+            # When vLLM mends this, the refusal can go.
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(tied)}}
+            url = f"{server.url}/collective_rpc"
+            async with aiohttp.ClientSession() as direct, direct.post(url, json=reload) as answer:
+                assert answer.status == 200
+            new = Reference(tied).score(ids[:1], ids[1:])[1]
+            scores = await engine.score(ids)
+            assert sum(abs(a - b) for a, b in zip(scores, new, strict=True)) / len(new) > 0.2
+        finally:
+            await engine.close()
+
+
 async def test_what_an_update_interrupts_goes_on_with_the_new_weights(
-    server: Server, prompts: list[list[int]], reference: Reference, changed: Path
+    server: Server, prompts: list[list[int]], reference: Reference, changed: Path, untied: Path
 ) -> None:
     if server.route != "generate":
         pytest.skip("needs the generate route and VLLM_SERVER_DEV_MODE=1")
@@ -273,7 +358,7 @@ async def test_what_an_update_interrupts_goes_on_with_the_new_weights(
             assert completion.logprobs == pytest.approx(logprobs, abs=1e-3)
         assert cut > 0
     finally:
-        await engine.update_weights(str(MODEL_PATH), 0)
+        await engine.update_weights(str(untied), 0)
         await engine.close()
 
 

@@ -48,18 +48,19 @@ class Server:
 
 
 @contextmanager
-def vllm_server(route: str, log: Path) -> Iterator[Server]:
+def vllm_server(route: str, log: Path, model: Path = MODEL_PATH) -> Iterator[Server]:
     """A server that is up.
 
     Args:
         route: one of `OPTIONS`.
         log: what it writes.
+        model: folder of what it serves.
     """
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     command = [str(PYTHON), "-m", ENTRY, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--model", str(MODEL_PATH), "--dtype", "float32", "--enforce-eager"]
+    command += ["--model", str(model), "--dtype", "float32", "--enforce-eager"]
     # A seeded request whose prompt is split ends the engine of vLLM 0.32 on a CPU.
     command += ["--max-num-batched-tokens", "16384", *OPTIONS[route]]
     env = {

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from rollstream.demo import MODEL_PATH
-from rollstream.engine.base import Engine
+from rollstream.engine.base import Engine, ScoresIds
 from rollstream.engine.continuation import PartialCompletion
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
@@ -98,6 +98,19 @@ async def test_logprobs_are_of_the_kind_it_says(
     assert len({tuple(completion.token_ids) for completion in answers}) > 15
     without = await engine.generate(prompts[0], replace(HOT, logprobs=False), request_id="a")
     assert without.logprobs is None and without.token_ids
+
+
+async def test_log_probs_of_given_ids(
+    request: pytest.FixtureRequest, engine: Engine, reference: Reference
+) -> None:
+    if not isinstance(engine, ScoresIds) or not engine.capabilities.scores:
+        pytest.skip("it says it gives none")
+    ids = [3 + at * 37 % 500 for at in range(600)]  # more than a step takes
+    scores = await engine.score(ids, 5)
+    if "stub" not in request.node.name:  # whose are made up
+        assert scores == pytest.approx(reference.score(ids[:5], ids[5:])[1], abs=TOLERANCE)
+    assert len(scores) == 595
+    assert len(await engine.score(ids[:2])) == 1
 
 
 async def test_a_seed_repeats_whatever_else_is_in_flight(engine: Engine, prompts: list[list[int]]) -> None:

@@ -37,6 +37,10 @@ class FakeReplica:
     deaf_while_loading: bool = False
     mistake: Exception | None = None
     """What its answers to questions raise."""
+    keeps_old: bool = False
+    """Says that it has loaded weights, and has not."""
+    logprobs: float = -1.0
+    """Of each id, by the weights that it has; each version has others."""
     load_errors: list[Exception] = field(default_factory=list)
     """Of the next loads."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,6 +80,11 @@ class FakeReplica:
         finally:
             self.in_flight -= 1
 
+    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+        if self.away:
+            raise ReplicaUnavailableError(f"{self.name} is away")
+        return [self.logprobs] * (len(ids) - start)
+
     async def abort(self, rid: str) -> None: ...
 
     async def health(self) -> bool:
@@ -91,6 +100,8 @@ class FakeReplica:
             if self.load_errors:
                 raise self.load_errors.pop(0)
             self.version, self.paused = version, False
+            if not self.keeps_old:
+                self.logprobs = -1.0 - version
         except asyncio.CancelledError:
             self.cut_off_loads += 1
             raise

@@ -29,6 +29,8 @@ class Capabilities:
     """Stop ids end a generation also when `ignore_eos` is set."""
     extra_sampling: tuple[str, ...] = ()
     """Names that it takes in `SamplingParams.extra`."""
+    scores: bool = False
+    """Gives log-probs of given ids: it is a `ScoresIds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,19 @@ class ReportsLoad(Protocol):
 
     async def load(self) -> EngineLoad | None:
         """Its load now; None when it does not say. Answers within seconds."""
+        ...
+
+
+@runtime_checkable
+class ScoresIds(Protocol):
+    """An engine that gives log-probs of given ids; optional, `Capabilities.scores` says whether it does."""
+
+    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+        """Log-probs of `ids[start:]` in the model's own distribution, each after the ids before it; `start` > 0.
+
+        Raises:
+            EngineError: as `Engine.generate`.
+        """
         ...
 
 

@@ -127,6 +127,8 @@ class ModelLimits:
     """Rows of the embedding: may be more than the tokenizer has tokens."""
     eos_token_ids: tuple[int, ...]
     """End tokens: of `generation_config.json`, else of `config.json`."""
+    tied_embeddings: bool | None = None
+    """Whether its output layer is its embedding."""
     image_token_id: int | None = None
     """What stands for an image in prompt ids, as often as the image has tokens; None for a text model."""
 
@@ -147,6 +149,7 @@ def read_model_limits(model_path: Path) -> ModelLimits:
         max_model_len=_int_or_none(text.get("max_position_embeddings")),
         vocab_size=_int_or_none(text.get("vocab_size")),
         eos_token_ids=tuple(i for i in eos_ids if isinstance(i, int)),
+        tied_embeddings=tied if isinstance(tied := text.get("tie_word_embeddings"), bool) else None,
         image_token_id=_int_or_none(config.get("image_token_id", config.get("image_token_index"))),
     )
 

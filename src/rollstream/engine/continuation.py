@@ -31,7 +31,10 @@ from rollstream.engine.base import (
     EngineLoad,
     HasReplicas,
     ReportsLoad,
+    ScoresIds,
 )
+from rollstream.engine.replica import WeightsLostError
+from rollstream.engine.weight_probe import PROBE_IDS, Scores, find_problem, read_probe
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.trajectory import Completion, FinishReason, SamplingParams
 
@@ -201,6 +204,8 @@ class ContinuingEngine:
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._updating = asyncio.Lock()
+        self._proved: Scores | None = None
+        """By the weights of the last update."""
         self._closed = False
         self._progress_at = float("-inf")
 
@@ -307,10 +312,32 @@ class ContinuingEngine:
             try:
                 await self._drain()
                 await self._engine.update_weights(source, version)
+                await self._prove(source)
                 _LOG.info("weights of version %d, from %s", version, source)
             finally:
                 self._is_open = True
                 self._wake_all()
+
+    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+        """See `ScoresIds.score`; not while weights change."""
+        if not isinstance(self._engine, ScoresIds):
+            raise EngineError("this engine gives no log-probs of given ids")
+        async with self._updating:
+            return await self._engine.score(ids, start)
+
+    async def _prove(self, source: str) -> None:
+        """Compares the engine with what the trainer says of its weights. A pool has done so for each replica.
+
+        Raises:
+            WeightsLostError: it has loaded something else.
+        """
+        engine, trainer = self._engine, await asyncio.to_thread(read_probe, source)
+        if trainer is None or not isinstance(engine, ScoresIds) or isinstance(engine, HasReplicas):
+            return
+        now = Scores(await engine.score(list(PROBE_IDS)), trainer)
+        if (problem := find_problem(now, self._proved)) is not None:
+            raise WeightsLostError(f"the engine has loaded {source}, but {problem}")
+        self._proved = now
 
     async def load(self) -> EngineLoad | None:
         """The engine's, if it says it."""

@@ -148,6 +148,22 @@ class HFEngine:
         self._life.worked()
         return completion
 
+    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+        """See `ScoresIds.score`. No step runs meanwhile."""
+        check_request(ids, SamplingParams(1), self.capabilities, images=None)
+        from rollstream.engine.hf_forward import score_ids
+
+        model = self._live_model()
+        model.begin_change()
+        try:
+            async with self._changing:
+                await in_daemon_thread(model.wait_for_step)
+                return await finish_despite_cancellation(
+                    in_daemon_thread(score_ids, model.module, ids, start)
+                )
+        finally:
+            model.end_change()
+
     async def abort(self, request_id: str) -> None:
         if self._life.backend is not None:
             self._life.backend.abort(request_id)
@@ -259,6 +275,7 @@ class HFEngine:
             update_weights=True,
             max_model_len=min(length for length in lengths if length is not None),
             vocab_size=model.vocab_size,
+            scores=True,
         )
         return batch
 

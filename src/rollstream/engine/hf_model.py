@@ -102,7 +102,9 @@ class LiveModel:
             for name in state.keys() & own.keys()
             if state[name].shape != own[name].shape
         )
-        for what, names in (("unknown", unknown), ("missing", missing), ("of another shape", shapes)):
+        broken = [name for name, tensor in state.items() if not _is_finite(tensor)]
+        kinds = (("unknown", unknown), ("missing", missing), ("of another shape", shapes))
+        for what, names in (*kinds, ("with values that are not numbers", broken)):
             if names:
                 raise EngineError(f"new weights do not fit the model: {what}: {_some(names)}")
         return [(own[name], tensor) for name, tensor in state.items()]
@@ -210,6 +212,12 @@ def _share_weights(module: Any) -> Any:
     """A copy of the modules around the same parameters and buffers."""
     shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     return copy.deepcopy(module, shared)
+
+
+def _is_finite(tensor: Any) -> bool:
+    import torch
+
+    return bool(torch.isfinite(tensor).all())
 
 
 def _some(names: Iterable[str]) -> str:

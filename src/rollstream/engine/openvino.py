@@ -8,6 +8,7 @@ import asyncio
 import importlib.util
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,19 @@ class OpenVINOEngine:
             policy_versions=[(0, done.version)],
         )
 
+    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+        """See `ScoresIds.score`."""
+        sampling = SamplingParams(1, temperature=0.0)
+        check_request(ids, sampling, self.capabilities, images=None)
+        worker = self._life.backend
+        if worker is None:
+            raise EngineUnavailableError("the engine is closed")
+        add = Add(next(self._numbers), ids, replace(sampling, max_tokens=0), scores=True)
+        done = await worker.run(add)
+        if done.logprobs is None or done.tokens != ids:
+            raise EngineError(f"log-probs of {len(ids)} ids were refused: {done.error}")
+        return done.logprobs[start:]  # the one at 0 is a placeholder
+
     async def abort(self, request_id: str) -> None:
         if self._life.backend is not None and (number := self._in_flight.get(request_id)) is not None:
             self._life.backend.abort(number)
@@ -226,6 +240,7 @@ class OpenVINOEngine:
             update_weights=True,
             max_model_len=min(length for length in lengths if length is not None),
             vocab_size=self._limits.vocab_size,
+            scores=True,
         )
         return worker
 

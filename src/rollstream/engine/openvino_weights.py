@@ -71,7 +71,8 @@ def read_safetensors(folder: Path) -> Tensors:
     """All tensors of a folder, by name, as float32.
 
     Raises:
-        EngineError: a file is not of this format, or has tensors of other types than F32, F16 and BF16.
+        EngineError: a file is not of this format, or has tensors of other types than F32, F16 and BF16, or has
+            values that are not numbers (openvino-genai would sample from all tokens alike).
     """
     tensors: dict[str, numpy.ndarray[Any, Any]] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -79,6 +80,8 @@ def read_safetensors(folder: Path) -> Tensors:
             entries = safetensors.deserialize(path.read_bytes())  # type: ignore[no-untyped-call]
             for name, entry in sorted(entries, key=lambda one: one[0]):  # they come in any order
                 tensors[name] = _as_float32(entry["data"], entry["dtype"]).reshape(entry["shape"])
+                if not numpy.isfinite(tensors[name]).all():
+                    raise ValueError(f"{name} has values that are not numbers")
         except (safetensors.SafetensorError, ValueError) as error:
             raise EngineError(f"{path} cannot be read: {error}") from error
     return tensors

@@ -59,6 +59,8 @@ class Add(msgspec.Struct):
     """Never used twice in the life of a worker."""
     prompt: list[int]
     sampling: SamplingParams
+    scores: bool = False
+    """Only the log-probs of the prompt are asked for: the answer has the prompt's ids, and nothing is sampled."""
 
 
 class Orders(msgspec.Struct, tag=True):
@@ -326,6 +328,7 @@ class Worker:
         how, config = add.sampling, self._config_type()
         config.max_new_tokens = how.max_tokens
         config.logprobs = 1 if how.logprobs else 0
+        config.echo = add.scores
         config.do_sample = how.temperature > 0
         if config.do_sample:
             config.temperature = how.temperature

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from rollstream.aio import any_true
-from rollstream.engine.base import Capabilities, ChatPrompt, EngineLoad, ReportsLoad
-from rollstream.engine.checks import check_request
+from rollstream.engine.base import Capabilities, ChatPrompt, EngineLoad, ReportsLoad, ScoresIds
+from rollstream.engine.checks import check_request, ids_fit
 from rollstream.engine.continuation import PartialCompletion
 from rollstream.engine.load import LoadSum
 from rollstream.engine.readiness import Member, Readiness
@@ -166,7 +166,7 @@ class PoolEngine:
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         self._router = Router()
-        self._readiness = Readiness(replicas, self._check_capabilities)
+        self._readiness = Readiness(replicas, self._check_capabilities, self._score_on)
         self._own = own
         self._what = what
         self._hint = hint
@@ -307,6 +307,13 @@ class PoolEngine:
             if request.member is not None:
                 request.end_wait(after=_ABORT_TIMEOUT_S)
                 await request.member.replica.abort(request.sent.rid)
+
+    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+        """See `ScoresIds.score`; asks one of the replicas that are ready."""
+        for member in list(self._readiness.ready.values()):
+            if (scores := await self._score_on(member.replica, ids, start)) is not None:
+                return scores
+        raise EngineUnavailableError(f"no {self._what} server gives log-probs of given ids now")
 
     async def update_weights(self, source: str, version: int) -> None:
         """Loads weights on all replicas; those that cannot get no request before they have them.
@@ -461,6 +468,14 @@ class PoolEngine:
         if missing := missing_capabilities(found, self.capabilities):
             raise EngineError(f"{replica.name} is not what the run began with: it has {missing}")
 
+    async def _score_on(self, replica: Replica, ids: list[int], start: int) -> list[float] | None:
+        """Log-probs of ids by one replica; None of one that gives none."""
+        can = self.capabilities
+        fits = len(ids) < (can.max_model_len or len(ids) + 1) and ids_fit(ids, can.vocab_size)
+        if not can.scores or not fits or not isinstance(replica, ScoresIds):
+            return None
+        return await replica.score(ids, start)
+
     async def _look_for_stragglers(self) -> None:
         """Ends requests where they are slow: they go on, with the tokens they have, where there is room."""
         while True:
@@ -530,6 +545,7 @@ def common_capabilities(found: Sequence[Capabilities]) -> Capabilities:
         ),
         vocab_size=min((one.vocab_size for one in found if one.vocab_size is not None), default=None),
         stop_token_ids_with_ignore_eos=all(one.stop_token_ids_with_ignore_eos for one in found),
+        scores=all(one.scores for one in found),
         extra_sampling=tuple(sorted(set.intersection(*({*one.extra_sampling} for one in found)))),
     )
 

@@ -23,6 +23,7 @@ from rollstream.engine.replica import (
     Weights,
     WeightsLostError,
 )
+from rollstream.engine.weight_probe import PROBE_IDS, Scores, differ, difference, find_problem, read_probe
 from rollstream.errors import EngineError, EngineUnavailableError, RollstreamError, TransientEngineError
 
 _LOG = logging.getLogger(__name__)
@@ -30,6 +31,9 @@ _LOG = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _PAUSE_S_MAX = 0.5, 5.0
 """Between tries. Asking a server what it is costs next to nothing, and one that is back should be used soon; a
 load that fails may keep its disk busy for minutes."""
+
+_UNCHANGED = 1e-6
+"""Nats. The same weights give the same log-probs, but for what else is in the batch: nothing, in an update."""
 
 _CLOSE_WAIT_S = 30.0
 """For loads that are under way when the engine is closed: one that is cut off may leave a server without any
@@ -48,6 +52,8 @@ class Member:
     """What it holds; None when nobody knows."""
     is_loading: bool = False
     """It loads weights to become ready."""
+    scores: Scores | None = None
+    """By the weights that it has loaded last; None: not known."""
 
     in_flight: int = 0
     alive_at: float = 0.0
@@ -84,11 +90,19 @@ class Readiness:
     Args:
         replicas: those that are there from the start; `begin` says whether they are ready.
         check: asks a replica what it is; raises `EngineError` when it is not what the run needs.
+        score: log-probs of ids by a replica, see `ScoresIds`; None of one that gives none.
     """
 
-    def __init__(self, replicas: Iterable[Replica], check: Callable[[Replica], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        replicas: Iterable[Replica],
+        check: Callable[[Replica], Awaitable[None]],
+        score: Callable[[Replica, list[int], int], Awaitable[list[float] | None]],
+    ) -> None:
         self.members = {replica.name: Member(replica) for replica in replicas}
         self._check = check
+        self._score = score
+        self._said_unchanged = False
         self.wanted = INITIAL_WEIGHTS
         """The weights that every ready replica holds."""
         self.ready: dict[str, Member] = {}
@@ -269,6 +283,10 @@ class Readiness:
         member.is_loading = True
         try:
             await member.replica.update_weights(weights.source, weights.version)
+            problem = await self._probe(member, weights.source)
+            same = [one for one in self.ready.values() if one.weights == weights]
+            if (problem := problem or self._disagreement(member, same)) is not None:
+                raise problem
         except EngineError as error:
             raise ReplicaUnavailableError(
                 f"{name} has no weights of version {weights.version}: {error}"
@@ -282,10 +300,16 @@ class Readiness:
         checks = await asyncio.gather(*(member.replica.health() for member in free))
         healthy = [member for member, is_healthy in zip(free, checks, strict=True) if is_healthy]
         asked = healthy or free  # one that a failed update has paused says that it is not healthy
+        if self.wanted == INITIAL_WEIGHTS:
+            await asyncio.gather(*(self._probe(member, None) for member in asked))
         answers = await asyncio.gather(
-            *(member.replica.update_weights(weights.source, weights.version) for member in asked),
-            return_exceptions=True,
+            *(self._load_and_probe(member, weights) for member in asked), return_exceptions=True
         )
+        same = [member for member, answer in zip(asked, answers, strict=True) if answer is None]
+        answers = [
+            self._disagreement(member, same) if answer is None else answer
+            for member, answer in zip(asked, answers, strict=True)
+        ]
         causes = {name: f"{name}: it is not healthy, or loads older weights" for name in self.members}
         is_any_there = has_loaded = False
         for member, answer in zip(asked, answers, strict=True):
@@ -315,6 +339,47 @@ class Readiness:
                 weights.version,
                 said,
             )
+
+    async def _load_and_probe(self, member: Member, weights: Weights) -> None:
+        """Raises what `Replica.update_weights` does; `WeightsLostError` where it has other weights afterwards."""
+        await member.replica.update_weights(weights.source, weights.version)
+        if (problem := await self._probe(member, weights.source)) is not None:
+            raise problem
+
+    async def _probe(self, member: Member, source: str | None) -> WeightsLostError | None:
+        """Notes log-probs of a replica, and says what is wrong with the weights that it has loaded from `source`."""
+        before, member.scores = member.scores, None
+        try:
+            scores = await self._score(member.replica, list(PROBE_IDS), 1)
+        except EngineError as error:
+            if source is None or not isinstance(error, EngineUnavailableError | TransientEngineError):
+                _LOG.info("%s gives no log-probs of given ids: %s", member.name, error)
+                return None  # an older server, say: whether weights arrive there is not seen
+            return WeightsLostError(f"{member.name} has loaded {source}, and fails since then: {error}")
+        if scores is None:
+            return None
+        now = Scores(scores, None if source is None else await asyncio.to_thread(read_probe, source))
+        problem = find_problem(now, before)
+        if source is None:
+            problem = None  # what a server began with is nobody's update
+        if problem is not None:
+            return WeightsLostError(f"{member.name} has loaded {source}, but {problem}")
+        member.scores = now
+        is_unchanged = before is not None and difference(scores, before.engine) < _UNCHANGED
+        if is_unchanged and now.trainer is None and not self._said_unchanged:
+            self._said_unchanged = True
+            _LOG.warning(
+                "%s has loaded %s, and its log-probs are what they were: are these the same weights as before?",
+                *(member.name, source),
+            )
+        return None
+
+    def _disagreement(self, member: Member, others: Iterable[Member]) -> WeightsLostError | None:
+        """What is wrong where a replica's log-probs are not those of most others with the same weights."""
+        known = [one.scores.engine for one in {member, *others} if one.scores is not None]
+        if member.scores is None or not differ(member.scores.engine, known):
+            return None
+        return WeightsLostError(f"{member.name} has other log-probs than the replicas with the same weights")
 
 
 def _keeps_weights(error: BaseException) -> bool:

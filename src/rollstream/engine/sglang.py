@@ -3,6 +3,7 @@
 Source: https://docs.sglang.io/basic_usage/native_api.html and sampling_params.html.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,9 @@ from rollstream.trajectory import Completion, SamplingParams
 
 ENGINE_KWARGS = SERVER_KWARGS
 """Keys of `engine_kwargs` with their defaults."""
+
+_SCORE_TIMEOUT_S = 120.0
+"""For log-probs of a few ids: a server may be busy, or compile for a new length."""
 
 _LOAD_ROUTES = ("/v1/loads", "/get_load")
 
@@ -88,6 +92,7 @@ class SGLangReplica(ServerReplica):
             # SGLang looks at stop_token_ids only where it looks at the end token.
             stop_token_ids_with_ignore_eos=False,
             extra_sampling=() if self._is_rollstream else server_sampling(has_tokenizer=has_tokenizer),
+            scores=bool(said.get("scores")) if isinstance(said, dict) else True,
         )
 
     @property
@@ -113,6 +118,11 @@ class SGLangReplica(ServerReplica):
             image_prompt_tokens=len(ids) if images else None,
             ends_are_seen=self._is_rollstream,
         )
+
+    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+        """See `ScoresIds.score`."""
+        payload = await self._tell("/generate", score_body(ids), timeout_s=_SCORE_TIMEOUT_S)
+        return read_scores(self.name, payload, len(ids))[start:]
 
     async def abort(self, rid: str) -> None:
         await self._tell_abort("/abort_request", {"rid": rid})
@@ -194,6 +204,21 @@ class _Reply(msgspec.Struct):
 
 
 _REPLY = msgspec.json.Decoder(_Reply)
+
+
+class _InputLogprob(msgspec.Struct, array_like=True, gc=False):
+    logprob: float | None
+
+
+class _InputMeta(msgspec.Struct):
+    input_token_logprobs: list[_InputLogprob] | None = None
+
+
+class _Scored(msgspec.Struct):
+    meta_info: _InputMeta
+
+
+_SCORES = msgspec.json.Decoder(_Scored)
 
 
 def check_images(images: list[object]) -> list[str]:
@@ -281,6 +306,34 @@ def collapse_images(prompt_ids: list[int], image_token_id: int | None, images: i
         if token_id != image_token_id or before != image_token_id
     ]
     return collapsed if collapsed.count(image_token_id) == images else prompt_ids
+
+
+def score_body(ids: list[int]) -> dict[str, Any]:
+    """The body of a `/generate` request for the log-probs of ids. SGLang samples at least one token after them."""
+    return {
+        "input_ids": ids,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+def read_scores(server: str, payload: bytes, count: int) -> list[float]:
+    """The log-prob of each id; not a number where there is none, as of the first one.
+
+    Raises:
+        TransientEngineError: the reply is broken.
+    """
+    try:
+        entries = _SCORES.decode(payload).meta_info.input_token_logprobs or []
+    except msgspec.DecodeError as error:
+        raise broken_reply(server, f"it cannot be read: {error} ({len(payload)} bytes)") from error
+    values = [math.nan if entry.logprob is None else entry.logprob for entry in entries]
+    if len(values) == count - 1:  # the first id has none
+        values = [math.nan, *values]
+    if len(values) != count:
+        raise broken_reply(server, f"{count} ids do not match {len(values)} log-probs")
+    return values
 
 
 def read_reply(

@@ -14,6 +14,7 @@ import logging
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -35,6 +36,7 @@ from rollstream.engine.servers import (
     broken_reply,
     card_names,
     check_sampled,
+    has_tied_embeddings,
     model_names,
     weight_version,
 )
@@ -82,6 +84,8 @@ class VLLMReplica(ServerReplica):
         self._abort_path: str | None = None
         self._is_dev = False
         self._model = ""
+        self._root = ""
+        """Of its model, on its disk."""
         self._names_requests = True
         self._said: Capabilities | None = None
         """What it said last."""
@@ -119,10 +123,11 @@ class VLLMReplica(ServerReplica):
             stop_token_ids=True,
             images=False,
             # Only the generate route says which weights sampled a token.
-            update_weights=self._is_dev and self._route == GENERATE,
+            update_weights=self._is_dev and self._route == GENERATE and not await self._keeps_output_layer(),
             max_model_len=max_model_len,
             vocab_size=self._limits.vocab_size,
             extra_sampling=server_sampling(has_tokenizer=stop_strings) if said is None else (),
+            scores=said is None,
         )
         return self._said
 
@@ -165,6 +170,12 @@ class VLLMReplica(ServerReplica):
             del self._in_flight[request.rid]
             task.cancel()  # closes the connection, which ends the request in the server
             await asyncio.gather(task, return_exceptions=True)
+
+    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+        """See `ScoresIds.score`."""
+        body = score_body(ids, self._model)
+        payload = await self._tell(COMPLETIONS, body, timeout_s=self._probe_timeout)
+        return read_scores(self.name, payload, len(ids))[start:]
 
     async def abort(self, rid: str) -> None:
         """Ends a request in the server. One without an abort route loses what it has sampled of it."""
@@ -232,12 +243,33 @@ class VLLMReplica(ServerReplica):
         wanted = model_names(self._model_path or "")
         chosen = next((card for card in cards if wanted & card_names(card)), cards[0])
         self._check_served(chosen.get("root"), chosen.get("id"))
-        self._model = str(chosen.get("id"))
+        self._model, self._root = str(chosen.get("id")), str(chosen.get("root") or "")
         # The card of an adapter has no length: it is its base model's.
         lengths = [card.get("max_model_len") for card in (chosen, *cards)]
         said = chosen.get("capabilities")
         length = next((length for length in lengths if isinstance(length, int)), None)
         return length, said if isinstance(said, dict) else None
+
+    async def _keeps_output_layer(self) -> bool:
+        """Whether an update would leave the output layer as it is.
+
+        vLLM packs it on a CPU. A reload packs anew what the checkpoint has a tensor for, and of a model with tied
+        embeddings it has none (`dispatch_cpu_unquantized_gemm`, `finalize_layerwise_processing` of vLLM 0.32).
+        """
+        # The server's own folder, where it is to be seen from here.
+        folder = self._root if self._root and Path(self._root).is_dir() else self._model_path
+        if folder is None or not has_tied_embeddings(folder):
+            return False
+        timeout = self._probe_timeout  # the server looks through its machine for this
+        status, payload = await self._server.get("/server_info?config_format=json", timeout_s=timeout)
+        if status != 200 or b'"device_config":{"device":"cpu"' not in payload.replace(b" ", b""):
+            return False
+        _LOG.warning(
+            "%s cannot be given new weights: on a CPU vLLM keeps the old output layer of a model with tied "
+            "embeddings",
+            self.name,
+        )
+        return True
 
     async def _has_generate_route(self) -> bool:
         # An abort of no request does nothing, and its route is there where the generate route is.
@@ -474,6 +506,28 @@ def read_reply(
         policy_versions=_policy_versions(server, choice.weight_versions, len(ids)),
         cached_prompt_tokens=details.cached_tokens or 0,
     )
+
+
+def score_body(ids: list[int], model: str) -> dict[str, Any]:
+    """The body of a request to the completions route for the log-probs of ids, and no tokens after them."""
+    body = request_body(COMPLETIONS, ids, SamplingParams(1), f"score-{secrets.token_hex(4)}", model)
+    return {**body, "echo": True, "max_tokens": 0}
+
+
+def read_scores(server: str, payload: bytes, count: int) -> list[float]:
+    """The log-prob of each id; not a number where there is none, as of the first one.
+
+    Raises:
+        TransientEngineError: the reply is broken.
+    """
+    try:
+        (choice,) = _REPLY.decode(payload).choices
+        values = (choice.logprobs or _Logprobs()).token_logprobs or []
+    except (msgspec.DecodeError, ValueError) as error:
+        raise broken_reply(server, f"it cannot be read: {error} ({len(payload)} bytes)") from error
+    if len(values) != count:
+        raise broken_reply(server, f"{count} ids do not match {len(values)} log-probs")
+    return [math.nan if value is None or value <= _UNKNOWN_LOGPROB else value for value in values]
 
 
 def probe_body(route: Route, rid: str, model: str, *, stop: Sequence[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Source: https://docs.sglang.io/basic_usage/native_api.html and sampling_params.h
 
 import time
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -81,10 +82,11 @@ class NativeRoutes:
         )
         group, requests, skips, is_list = await self._read(asked)
         completions = await self._service.generate(group, requests)
+        scores = [await self._score(one) for one in requests]
         seconds = time.monotonic() - began
         replies = [
-            self._reply(one, completion, asked, skip_special_tokens=skip, seconds=seconds)
-            for one, completion, skip in zip(requests, completions, skips, strict=True)
+            self._reply(one, completion, asked, given, skip_special_tokens=skip, seconds=seconds)
+            for one, completion, given, skip in zip(requests, completions, scores, skips, strict=True)
         ]
         if not asked.stream:
             return json_response(replies if is_list else replies[0])
@@ -118,7 +120,8 @@ class NativeRoutes:
             _for_each(asked.logprob_start_len, count, "logprob_start_len"),
             strict=True,
         ):
-            if logprobs and 0 <= start < len(prompt) - 1:
+            scored = logprobs and 0 <= start < len(prompt) - 1
+            if scored and not self._service.capabilities.scores:
                 raise RequestError(
                     "this engine gives log-probs of sampled tokens only: leave logprob_start_len out",
                     param="logprob_start_len",
@@ -130,16 +133,28 @@ class NativeRoutes:
                 one, self._service.capabilities, max_tokens=_MAX_TOKENS, logprobs=logprobs
             )
             self._service.check_count(len(requests) + one.n)
-            requests += samples(name, prompt, sampling, one.n)
+            scored_from = start if scored else None
+            requests += [
+                replace(sample, scored_from=scored_from) for sample in samples(name, prompt, sampling, one.n)
+            ]
             skips += [one.skip_special_tokens] * one.n
             many = many or one.n > 1
         return group, requests, skips, many
+
+    async def _score(self, request: EngineRequest) -> list[tuple[float | None, int, None]]:
+        """The prompt's log-probs as SGLang has them: ids from `scored_from` on, the first of them without one."""
+        if request.scored_from is None:
+            return []
+        ids = request.prompt_ids[request.scored_from :]
+        scores = await self._service.score(request.prompt_ids, request.scored_from + 1)
+        return [(score, token, None) for score, token in zip([None, *scores], ids, strict=True)]
 
     def _reply(
         self,
         request: EngineRequest,
         completion: Completion,
         asked: NativeRequest,
+        given: list[tuple[float | None, int, None]],
         *,
         skip_special_tokens: bool,
         seconds: float,
@@ -164,7 +179,7 @@ class NativeRoutes:
             meta["weight_versions"] = completion.policy_versions
         if completion.logprobs is not None:
             texts = self._model.token_texts(ids) if asked.return_text_in_logprobs else [None] * len(ids)
-            meta["input_token_logprobs"] = []
+            meta["input_token_logprobs"] = given
             meta["output_token_logprobs"] = list(zip(completion.logprobs, ids, texts, strict=True))
         return {"text": read.text, "output_ids": ids, "meta_info": meta}
 

@@ -39,6 +39,8 @@ class EngineRequest:
     sampling: SamplingParams
     prompt_name: str = ""
     """What all samples of its prompt can be aborted by."""
+    scored_from: int | None = None
+    """Log-probs of its prompt are asked for, after this id."""
 
 
 @dataclass(slots=True)
@@ -156,6 +158,10 @@ class EngineService:
     async def _load_weights(self, source: str, version: int) -> None:
         await self._engine.update_weights(source, version)
         self.weight_version, self.model_path = version, source
+
+    async def score(self, ids: list[int], start: int) -> list[float]:
+        """See `ScoresIds.score`."""
+        return await self._engine.score(ids, start)
 
     async def health(self) -> bool:
         """Whether requests are served; brings back an engine that died."""

@@ -1,8 +1,9 @@
 """SGLang's `/generate` as a stub server speaks it: requests read, answers of the book, replies written."""
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import orjson
 
@@ -129,6 +130,15 @@ def write_reply(
         meta["output_token_logprobs"] = entries[:-1] if fault == "short_logprobs" else entries
     body = orjson.dumps({"text": "", "output_ids": ids, "meta_info": meta})
     return body[: len(body) // 2] if fault == "truncate" else body
+
+
+def write_scores(ids: Sequence[int], weight_version: str) -> bytes:
+    """The body of a reply with the prompt's log-probs: other ones by other weights."""
+    digest = crc32(weight_version.encode())
+    entries = [
+        (None if at == 0 else -((digest + 31 * at) % 97) / 9, token, None) for at, token in enumerate(ids)
+    ]
+    return orjson.dumps({"text": "", "output_ids": [], "meta_info": {"input_token_logprobs": entries}})
 
 
 def expanded_length(request: ScriptedRequest, image_token_id: int | None) -> int:

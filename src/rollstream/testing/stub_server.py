@@ -25,7 +25,13 @@ from aiohttp import web
 from rollstream.testing.answers import AnswerBook
 from rollstream.testing.http_stub import HttpStub
 from rollstream.testing.scripted import AnswerRule, ScriptedRequest, ask_rule
-from rollstream.testing.stub_answers import book_rule, expanded_length, read_request, write_reply
+from rollstream.testing.stub_answers import (
+    book_rule,
+    expanded_length,
+    read_request,
+    write_reply,
+    write_scores,
+)
 from rollstream.testing.stub_faults import Fault, Faults, Latency
 from rollstream.testing.stub_work import StubWork
 from rollstream.trajectory import Completion
@@ -161,6 +167,11 @@ class StubServer(HttpStub):
             query = orjson.loads(await request.read())
             asked = read_request(query, query.get("rid") or f"stub-{stats.requests}")
             problem = self._find_problem(asked)
+            if not problem and query.get("logprob_start_len", -1) >= 0:
+                stats.requests -= 1
+                return web.Response(
+                    body=write_scores(asked.prompt_ids, self.weight_version), content_type="application/json"
+                )
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             problem = f"malformed request: {error!r}"
         if problem:

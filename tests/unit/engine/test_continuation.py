@@ -5,6 +5,7 @@ import hashlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from rollstream.engine.base import Capabilities, Engine, EngineLoad, ReportsLoad
 from rollstream.engine.continuation import ContinuingEngine, OnUpdate, PartialCompletion
+from rollstream.engine.replica import WeightsLostError
+from rollstream.engine.weight_probe import PROBE_FILE, PROBE_IDS, write_probe
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import Completion, SamplingParams
@@ -408,6 +411,37 @@ async def test_an_outage_goes_to_the_caller() -> None:
     inner.away = True
     with pytest.raises(EngineUnavailableError, match="away"):
         await asked
+
+
+class Scoring(ScriptedEngine):
+    """Whose log-probs are those of its newest weights, or do not change."""
+
+    logprob, keeps_old = -1.0, False
+
+    async def update_weights(self, source: str, version: int) -> None:
+        if not self.keeps_old:
+            self.logprob = -1.0 - version
+
+    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+        return [self.logprob] * (len(ids) - start)
+
+
+async def test_weights_are_compared_with_what_their_trainer_says(tmp_path: Path) -> None:
+    inner = Scoring()
+    engine = ContinuingEngine(inner)
+    await engine.start()
+    write_probe(tmp_path, [-3.0] * (len(PROBE_IDS) - 1))
+    await engine.update_weights(str(tmp_path), 2)
+    await engine.update_weights(str(tmp_path), 2)  # a step that changed nothing
+    inner.keeps_old = True
+    write_probe(tmp_path, [-3.1] * (len(PROBE_IDS) - 1))
+    with pytest.raises(WeightsLostError, match="did not change"):
+        await engine.update_weights(str(tmp_path), 3)
+    write_probe(tmp_path, [-4.0] * (len(PROBE_IDS) - 1))
+    with pytest.raises(WeightsLostError, match="nats off"):
+        await engine.update_weights(str(tmp_path), 3)
+    (tmp_path / PROBE_FILE).unlink()
+    await engine.update_weights(str(tmp_path), 3)  # nobody says what they are
 
 
 async def test_it_is_the_engine_inside() -> None:

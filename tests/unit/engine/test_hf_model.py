@@ -51,6 +51,7 @@ def test_weights_that_fit_and_weights_that_do_not(module: Any) -> None:
         ({k: v for k, v in state.items() if k != norm}, r"missing: model\.norm\.weight"),
         ({**state, norm: state[norm][:5]}, r"model\.norm\.weight \(5,\) instead of \(128,\)"),
         ({norm: state[norm]}, r"missing: .* and \d+ more"),
+        ({**state, norm: state[norm] / 0}, r"not numbers: model\.norm\.weight"),
     ]:
         with pytest.raises(EngineError, match=message):
             live.match(wrong)

@@ -112,6 +112,14 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, target: Path) -> N
         lay_out_weights(MODEL_PATH, other, target)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_numbers_are_refused(value: float, tmp_path: Path, target: Path) -> None:
+    broken = {name: tensor.copy() for name, tensor in read_safetensors(MODEL_PATH).items()}
+    broken["model.norm.weight"][7] = value
+    with pytest.raises(EngineError, match=r"model\.norm\.weight has values that are not numbers"):
+        lay_out_weights(MODEL_PATH, save(tmp_path / "new", broken), target)
+
+
 def test_an_export_without_clear_places_is_refused(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(MODEL_PATH, model)

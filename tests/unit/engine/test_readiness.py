@@ -5,12 +5,14 @@ import contextlib
 import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.pool import PoolEngine
 from rollstream.engine.replica import WeightsLostError
+from rollstream.engine.weight_probe import PROBE_IDS, write_probe
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.trajectory import SamplingParams
 from tests.support.replicas import CAPABILITIES, FakeReplica
@@ -259,3 +261,75 @@ async def test_whatever_happens_no_answer_has_other_weights_than_the_wanted(seed
                 assert await versions(engine) == {wanted}
             victim.away = False
         await engine.close()
+
+
+@contextlib.asynccontextmanager
+async def scoring(*replicas: FakeReplica) -> AsyncIterator[PoolEngine]:
+    for replica in replicas:
+        replica.capabilities = replace(CAPABILITIES, scores=True)
+    engine = PoolEngine(replicas)
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+def trained(folder: Path, version: int, logprob: float | None = None) -> str:
+    """A folder of weights as a trainer writes it, whose model has the log-probs of a `FakeReplica`."""
+    path = folder / str(version)
+    path.mkdir()
+    write_probe(path, [-1.0 - version if logprob is None else logprob] * (len(PROBE_IDS) - 1))
+    return str(path)
+
+
+async def test_a_replica_that_keeps_its_old_weights_gets_no_work(
+    a: FakeReplica, b: FakeReplica, tmp_path: Path
+) -> None:
+    async with scoring(a, b) as engine:
+        b.keeps_old = True
+        await engine.update_weights(trained(tmp_path, 1), 1)
+        assert engine.ready == ["a"]
+        assert await versions(engine) == {1} and not b.served
+        b.keeps_old = False
+        while not b.served:
+            assert await versions(engine) == {1}
+        a.keeps_old = b.keeps_old = True
+        with pytest.raises(EngineError, match="nats off the trainer's"):
+            await engine.update_weights(trained(tmp_path, 2), 2)
+
+
+@pytest.mark.parametrize("broken", ["engine", "trainer"])
+async def test_weights_that_are_not_numbers_are_refused(broken: str, a: FakeReplica, tmp_path: Path) -> None:
+    async with scoring(a) as engine:
+        if broken == "engine":
+            a.keeps_old, a.logprobs = True, float("nan")
+        source = trained(tmp_path, 1, float("nan") if broken == "trainer" else None)
+        with pytest.raises(EngineError, match="not numbers"):
+            await engine.update_weights(source, 1)
+
+
+async def test_a_small_change_that_did_not_arrive_is_seen(a: FakeReplica, tmp_path: Path) -> None:
+    async with scoring(a) as engine:
+        await engine.update_weights(trained(tmp_path, 1), 1)
+        a.keeps_old = True
+        await engine.update_weights(trained(tmp_path, 2, -2.001), 2)  # less than other numbers make
+        with pytest.raises(EngineError, match="did not change"):
+            await engine.update_weights(trained(tmp_path, 3, -2.1), 3)
+
+
+async def test_without_a_trainers_word_replicas_must_agree(
+    a: FakeReplica, b: FakeReplica, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scoring(a, b, FakeReplica("c")) as engine:
+        b.keeps_old = True
+        await engine.update_weights("/1", 1)
+        assert engine.ready == ["a", "c"]
+        await until(lambda: len(b.loads) == 3)
+        assert engine.ready == ["a", "c"]
+        a.keeps_old, b.keeps_old = True, False
+        await until(lambda: len(engine.ready) == 3)
+    caplog.clear()
+    async with scoring(a) as engine:  # a step that changes nothing is none of its faults
+        for version in (2, 3):
+            await engine.update_weights("/same", version)
+        assert await versions(engine) == {3}
+    assert caplog.text.count("same weights as before") == 1

@@ -130,6 +130,8 @@ class FakeServer:
         self.gate: asyncio.Event | None = None
         """`/collective_rpc` waits for it."""
         self.asked: list[dict[str, Any]] = []
+        self.score = -2.5
+        self.device = "cuda"
         self.probes = 0
         self.told: list[tuple[str, Any]] = []
         self.waiting: dict[str, asyncio.Event] = {}
@@ -172,6 +174,8 @@ class FakeServer:
             return web.Response()
         if self.dev and path == "/weight_info":
             return web.json_response({"weight_version": "default"})
+        if self.dev and path == "/server_info":
+            return web.json_response({"vllm_config": {"device_config": {"device": self.device}}})
         if self.dev and path == "/is_paused":
             return web.json_response({"is_paused": self.paused})
         if self.dev and request.method == "POST":
@@ -193,6 +197,9 @@ class FakeServer:
         params = body["sampling_params"] if path == GENERATE else body
         if params.get("stop") and not self.takes_stops:
             return failure(400, "stop strings are not supported", "BadRequestError")
+        if body.get("echo"):
+            values = [None, *[self.score] * (len(body["prompt"]) - 1)]
+            return web.json_response({"id": "cmpl-x", "choices": [{"logprobs": {"token_logprobs": values}}]})
         rid = "its-own" if self.renames else body["request_id"]
         if body["request_id"].startswith("probe-"):
             self.probes += 1
@@ -525,6 +532,37 @@ async def test_other_weights_are_loaded_in_order() -> None:
         server.failing_path = ""
         await engine.update_weights("/weights/8", 8)
         assert await engine.health()
+
+
+@pytest.mark.parametrize(
+    ("device", "config", "takes"),
+    [
+        ("cpu", {"tie_word_embeddings": True}, False),
+        ("cpu", {"text_config": {"tie_word_embeddings": True}}, False),
+        ("cpu", {}, False),  # and the folder has no output layer
+        ("cpu", {"tie_word_embeddings": False}, True),
+        ("cuda", {"tie_word_embeddings": True}, True),
+    ],
+)
+async def test_no_weights_for_a_server_that_would_keep_its_old_output_layer(
+    device: str, config: dict[str, Any], takes: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_bytes(orjson.dumps(config))
+    names = orjson.dumps(
+        {"model.embed_tokens.weight": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}
+    )
+    (tmp_path / "model.safetensors").write_bytes(len(names).to_bytes(8, "little") + names)
+    async with FakeServer(dev=True) as server:
+        server.device = device
+        server.cards = [{"id": "org/demo", "root": str(tmp_path), "max_model_len": 64}]
+        async with started(VLLMEngine([server.url])) as engine:
+            assert engine.capabilities.update_weights is takes
+            assert ("output layer" in caplog.text) is not takes
+
+
+async def test_log_probs_of_given_ids(server: FakeServer, engine: VLLMEngine) -> None:
+    assert engine.capabilities.scores
+    assert await engine.score([1, 5, 6, 7], 2) == [-2.5, -2.5]
 
 
 async def test_a_server_that_our_update_paused_comes_back_by_loading() -> None:

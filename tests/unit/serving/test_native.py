@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 from rollstream.testing.scripted import ScriptedEngine
@@ -149,6 +150,23 @@ async def test_what_cannot_be_answered_is_a_400_with_words() -> None:
         for body, words in REFUSED:
             assert words in (await client.refused("/generate", body))["message"]
     assert not engine.requests
+
+
+class Scoring(ScriptedEngine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.capabilities = replace(self.capabilities, scores=True)
+
+    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+        return [-float(token) for token in ids[start:]]
+
+
+async def test_log_probs_of_a_prompt_are_sglangs() -> None:
+    async with serving(Scoring()) as client:
+        for start, entries in ((0, [[None, 5, None], [-6, 6, None], [-7, 7, None]]), (2, [])):
+            body = {**asking(max_new_tokens=1), "return_logprob": True, "logprob_start_len": start}
+            reply = await client.answer("/generate", body)
+            assert reply["meta_info"]["input_token_logprobs"] == entries
 
 
 async def test_a_harmless_start_of_log_probs_is_ignored() -> None:

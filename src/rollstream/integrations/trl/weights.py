@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rollstream.engine.weight_probe import own_logprobs, write_probe
 from rollstream.errors import ConfigError, WeightUpdateError
 from rollstream.integrations.trl.groups import EnvironmentGroups, cause_first, unwrap_engine
 from rollstream.scratch import ScratchFolder
@@ -20,6 +21,8 @@ from rollstream.training.ahead import BatchesAhead
 
 class FolderWeights:
     """Writes the weights as safetensors into a folder, for an engine (or servers) that reads them there.
+
+    The model's own log-probs are put beside them: whatever loads the folder is compared with those.
 
     Args:
         accelerator: the trainer's.
@@ -46,6 +49,7 @@ class FolderWeights:
         if hasattr(unwrapped, "peft_config"):
             raise ConfigError("a PEFT model's weights cannot be given to the engine: train the whole model")
         state = self._accelerator.get_state_dict(model)
+        logprobs = own_logprobs(model, unwrapped.get_input_embeddings().num_embeddings)
         if not self._accelerator.is_main_process:
             return ""
         try:
@@ -54,6 +58,8 @@ class FolderWeights:
             folder = self._root.path / str(step)
             with _without_progress_bar():
                 unwrapped.save_pretrained(folder, state_dict=state)
+            if logprobs:
+                write_probe(folder, logprobs)
         except OSError as error:
             raise WeightUpdateError(
                 f"weights of step {step} cannot be written to {self._parent or tempfile.gettempdir()}: "

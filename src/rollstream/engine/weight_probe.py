@@ -1,0 +1,104 @@
+"""Whether new weights have arrived: log-probs of the same ids, in the engine and in the trainer.
+
+A server's 200 says that it was asked, not which weights it computes with: vLLM on a CPU kept the output layer of a
+model with tied embeddings, and answered 200. A trainer that writes weights into a folder puts the log-probs of its
+own model beside them (`write_probe`); whatever loads the folder is compared with those. Without that file it is only
+seen whether log-probs changed, and whether replicas agree.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+PROBE_FILE = "rollstream_probe.json"
+"""Beside the weights: `{"logprobs": [...]}` of `PROBE_IDS[1:]`, of the model that the folder's weights are of."""
+
+PROBE_IDS = tuple(1 + 37 * at % 59 for at in range(24))
+"""Ids that nearly every tokenizer has, in no order: each of them asks much of the model."""
+
+_AGREE = 0.2
+"""Nats, over the mean of the ids: other numbers (bfloat16, another kernel) are off by some 0.02, other weights of a
+model that has learnt anything by far more."""
+
+_STEP = 0.02
+"""Nats by which a trainer's log-probs must have changed for an engine to show it: less may be lost in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probs of `PROBE_IDS[1:]`."""
+
+    engine: list[float]
+    trainer: list[float] | None
+    """Of the same weights, where the trainer said them."""
+
+
+def read_probe(source: str) -> list[float] | None:
+    """The trainer's log-probs of the weights in a folder; None where there are none, or the folder is not here."""
+    try:
+        logprobs = orjson.loads((Path(source).expanduser() / PROBE_FILE).read_bytes())["logprobs"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    values = [math.nan if value is None else float(value) for value in logprobs]
+    return values if len(values) == len(PROBE_IDS) - 1 else None
+
+
+def own_logprobs(model: Any, vocab_size: int) -> list[float]:
+    """Log-probs of `PROBE_IDS[1:]` by a torch model. Every process of a sharded model calls it.
+
+    Empty where the vocabulary is too small for the ids.
+    """
+    import torch
+
+    if vocab_size <= max(PROBE_IDS):
+        return []
+
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            ids = torch.tensor([PROBE_IDS], device=next(model.parameters()).device)
+            logits = model(input_ids=ids).logits[0, :-1].float()
+    finally:
+        model.train(training)
+    chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])
+    return [float(value) for value in chosen[:, 0].tolist()]
+
+
+def write_probe(folder: Path, logprobs: Sequence[float]) -> None:
+    """Puts the trainer's log-probs beside its weights, see `own_logprobs`."""
+    (folder / PROBE_FILE).write_bytes(orjson.dumps({"logprobs": list(logprobs)}))
+
+
+def find_problem(now: Scores, before: Scores | None) -> str | None:
+    """What is wrong with the weights that an engine says it has loaded; None if nothing is seen."""
+    if not all(map(math.isfinite, now.engine)):
+        return "its log-probs are not numbers: the weights are broken"
+    if now.trainer is None:
+        return None
+    if not all(map(math.isfinite, now.trainer)):
+        return "the trainer's log-probs are not numbers: the weights are broken"
+    if (off := difference(now.engine, now.trainer)) > _AGREE:
+        return f"its log-probs are {off:.2g} nats off the trainer's: it has other weights, or a part of them"
+    if before is not None and before.trainer is not None:
+        moved, step = difference(now.engine, before.engine), difference(now.trainer, before.trainer)
+        if step > _STEP and moved < step / 10:
+            return f"its log-probs did not change, and the trainer's did by {step:.2g} nats: it has older weights"
+    return None
+
+
+def differ(scores: Sequence[float], others: Sequence[Sequence[float]]) -> bool:
+    """Whether an engine's log-probs are those of no more than half of the other engines with the same weights.
+
+    `others` has its own among them.
+    """
+    return 2 * sum(difference(scores, other) > _AGREE for other in others) > len(others) - 1
+
+
+def difference(one: Sequence[float], other: Sequence[float]) -> float:
+    """Mean of the absolute differences."""
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
