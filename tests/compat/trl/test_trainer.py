@@ -566,9 +566,16 @@ def test_rewards_without_a_difference_are_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = environment(tmp_path)
+    data = rows(ROWS).remove_columns("answer").add_column("answer", [7] * ROWS)
     (tmp_path / "reward.py").write_text("def compute_score(data_source, **rest):\n    return 0.0\n")
-    trainer(tmp_path, rows(ROWS), env=made, max_steps=7).train()
-    assert len([record for record in caplog.records if "nothing was learnt" in record.message]) == 1
+    trainer(tmp_path, data, env=made, max_steps=7).train()
+    (warning,) = [record.message for record in caplog.records if "nothing was learnt" in record.message]
+    assert "a number in 4 of 4 rows" in warning
+
+
+def test_the_first_rows_are_looked_at(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(tmp_path, rows(ROWS).remove_columns("answer"), max_steps=1).train()
+    assert "none of the first 10 prompt rows has a ground truth" in caplog.text
 
 
 def test_the_shared_engine_computes_in_the_trainers_precision(tmp_path: Path) -> None:

@@ -10,16 +10,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rollstream.config.load import to_settings
 from rollstream.daemon_threads import in_daemon_thread
+from rollstream.data.first_look import LOOKED_AT, first_look
 from rollstream.engine.base import Engine
 from rollstream.engine.continuation import ContinuingEngine, OnUpdate
 from rollstream.errors import ConfigError, GroupFailedError, TrainingError
 from rollstream.integrations.configured_groups import build_worker, make_setup
 from rollstream.integrations.trl.environment import RolloutEnvironment, TrainerSays, refuse_sampling
+from rollstream.reward.rules import RuleReward
 from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.setup import RolloutSetup, in_flight_limit
 from rollstream.rollout.worker import make_failure
@@ -47,8 +50,8 @@ class EnvironmentGroups:
         max_failed_groups: groups in a row of which no rollout is left that are let pass.
         rollout_timeout: seconds for a rollout of a group with all its attempts, unless the environment sets
             `generation.attempt_timeout`.
-        to_score: gives the prompt rows; an environment that can score none of them does not start. None:
-            somebody else scores.
+        rows: gives the training's prompt rows.
+        scores: an environment that can score none of them does not start. False: somebody else scores.
     """
 
     bounds_groups = True
@@ -64,7 +67,8 @@ class EnvironmentGroups:
         agent_names: Iterable[str],
         max_failed_groups: int,
         rollout_timeout: float,
-        to_score: Callable[[], Iterable[PromptRow]] | None,
+        rows: Callable[[], Iterable[PromptRow]],
+        scores: bool,
     ) -> None:
         self._environment = environment
         self._trainer = trainer
@@ -74,7 +78,8 @@ class EnvironmentGroups:
         self._max_failed_groups = max_failed_groups
         self._failed_groups = 0  # in a row
         self._rollout_timeout = None if environment.limits_attempts else rollout_timeout
-        self._to_score = to_score
+        self._rows = rows
+        self._scores = scores
         self._built: BuiltWorker | None = None
         self._opened = contextlib.AsyncExitStack()
         self._places = asyncio.Semaphore(0)
@@ -83,11 +88,14 @@ class EnvironmentGroups:
 
     async def start(self) -> None:
         settings = to_settings(await in_daemon_thread(self._environment.resolve, self._trainer))
-        rows = None if self._to_score is None else self._to_score()
-        setup = await make_setup(settings, shows_images=False, to_score=rows)
+        to_score = self._rows() if self._scores else None
+        setup = await make_setup(settings, shows_images=False, to_score=to_score)
         self._opened.push_async_callback(setup.close)
         setup.images = None  # what a tool shows could not be trained on
         _check_tokenizer(self._trainer.tokenizer, setup)
+        first = list(islice(self._rows(), LOOKED_AT))
+        for line in first_look(first, setup.tokenizer, scored=not isinstance(setup.reward, RuleReward)):
+            logger.warning("%s", line)
         logs = ScratchFolder("trl")
         self._opened.callback(logs.cleanup)
         self.engine = self._make_engine(setup, logs.path)

@@ -344,10 +344,15 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         )
         self._flat_batches = 0 if learnt else self._flat_batches + 1
         if self._flat_batches == _FLAT_BATCHES:
+            rows = [self._load_row(group.index) for group in batch.groups]
+            numbers = sum(type(row.ground_truth) in (int, float) for row in rows)
             logger.warning(
-                "nothing was learnt from the last %d batches: within every group the rewards are the same "
-                "(those of the first are %s). Is the reward right, and are the prompts neither too easy nor too hard?",
+                "nothing was learnt from the last %d batches: within every group the rewards are the same (in the "
+                "first one %s). Is the reward right, and are the prompts neither too easy nor too hard?%s",
                 *(_FLAT_BATCHES, groups[0]["mean"]),
+                f" The ground truth is a number in {numbers} of {len(rows)} rows, and equals no text"
+                if numbers
+                else "",
             )
 
     def _log_batch(self) -> None:
@@ -663,7 +668,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             agent_names=self._agent_names,
             max_failed_groups=args.max_failed_groups,
             rollout_timeout=_ROLLOUT_SHARE * args.async_generation_timeout,
-            to_score=None if len(self.reward_funcs) > 1 else lambda: map(self._load_row, range(len(dataset))),
+            rows=lambda: map(self._load_row, range(len(dataset))),
+            scores=len(self.reward_funcs) == 1,
         )
 
     def _load_row(self, index: int) -> PromptRow:
