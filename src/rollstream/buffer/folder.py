@@ -26,6 +26,7 @@ class BufferFolder:
             raise RunDirectoryError(
                 f"{folder} is not the folder of a buffer: it has no {FILE}. Of one with --store give the server's URL"
             )
+        self._folder = folder
         self._driver = SqliteDriver(folder, read_only=True)
         self._store = SqlStore(self._driver, TaskPolicy(GroupSettings(), GeneratorFiles(())))
 
@@ -47,7 +48,17 @@ class BufferFolder:
         return found
 
     async def __aenter__(self) -> Self:
+        if not await self._driver.read(_is_set_up):
+            await self._driver.close()
+            raise RunDirectoryError(
+                f"{self._folder}: nothing is in it yet, its server's first start failed; start the server again"
+            )
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._driver.close()
+
+
+async def _is_set_up(tx: Any) -> bool:
+    there = await tx.rows("SELECT 1 FROM sqlite_master WHERE name = 'totals'")
+    return bool(there and await tx.rows("SELECT 1 FROM totals"))

@@ -149,20 +149,28 @@ def read_score(returned: Any) -> Score:
     """Reads a number, or a dict with `score`, whose other items become `extra`.
 
     Numbers are int, float, bool, and what numpy and torch have for them. In `extra`, arrays become lists,
-    NaN and infinities None, and lone surrogates U+FFFD.
+    NaN and infinities None, and lone surrogates U+FFFD. What JSON does not know is left out, and `not_stored`
+    says so: the score counts all the same.
 
     Raises:
-        RewardError: Anything else, a score that is not finite, or an item that JSON does not know.
+        RewardError: Anything else, or a score that is not finite.
     """
     if not isinstance(returned, dict):
         return Score(_number(returned, ""), {})
     if "score" not in returned:
         keys = ", ".join(map(str, returned)) or "(none)"
         raise RewardError(f"returned a dict without score; its keys are: {keys}")
-    try:
-        extra = {_text(key): _jsonable(item, str(key)) for key, item in returned.items() if key != "score"}
-    except RecursionError as error:
-        raise RewardError(f"returned what cannot be stored as JSON: {_message(error)}") from error
+    extra: dict[str, Any] = {}
+    not_stored: dict[str, str] = {}
+    for key, item in returned.items():
+        if key == "score":
+            continue
+        try:
+            extra[_text(key)] = _jsonable(item, str(key))
+        except (RewardError, RecursionError) as error:
+            not_stored[_text(key)] = _message(error)
+    if not_stored:
+        extra["not_stored"] = not_stored
     return Score(_number(returned["score"], "a score of "), extra)
 
 

@@ -126,6 +126,8 @@ class _Layout:
     reward_extra: Sequence[str]
     images: ImageInputs | None
     """Where a row has images."""
+    text_bytes: int
+    """Of all rows: messages, ground truths and what else is no tensor."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of a row of each tensor there is."""
@@ -135,9 +137,9 @@ class _Layout:
         return shapes
 
     def size(self, rows: int) -> int:
-        """Bytes of so many rows."""
+        """Bytes of so many rows, about."""
         each = (prod(one) * np.dtype(TENSORS[name]).itemsize for name, one in self.shapes().items())
-        return rows * sum(each)
+        return rows * sum(each) + self.text_bytes * rows // max(1, self.rows)
 
     def _widths(self) -> dict[str, int]:
         prompt, response = self.prompt_width, self.response_width
@@ -231,7 +233,7 @@ def _survey(
     sampling: Mapping[str, Any],
 ) -> _Layout:
     """Reads the artifact once for its lengths and names, and for what cannot be written."""
-    rows = tokens = without_logprobs = unscored = 0
+    rows = tokens = without_logprobs = unscored = text_bytes = 0
     with_images, changes = False, dict(sampling)
     longest = {"prompt": 0, "response": 0}
     names: dict[str, dict[str, None]] = {"extra": {}, "reward_extra": {}}
@@ -242,6 +244,7 @@ def _survey(
         table = scored if options.unscored == "drop" else table
         with_images = with_images or _has_images(table)
         rows += len(table)
+        text_bytes += sum(table[column].nbytes for column in JSON_COLUMNS)
         for what in longest:
             lengths = pc.list_value_length(table[f"{what}_ids"])
             if what == "prompt" and pc.min(lengths).as_py() == 0:
@@ -281,6 +284,7 @@ def _survey(
         extra=[name for name in extra if name not in reward_extra],
         reward_extra=reward_extra,
         images=images() if with_images and images is not None else None,
+        text_bytes=text_bytes,
     )
     # `prompt_messages` is said by `raw_prompt`, and the row's own reward model is what is written.
     said = {PROMPT_MESSAGES} | ({"reward_model"} & names["extra"].keys())

@@ -1,5 +1,6 @@
 """DataProto exports: padded as verl pads, nothing lost, nothing made up, and refusals that say why."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,13 @@ def test_fixed_widths(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ConfigError, match=message):
             export(tmp_path, run, **options)
+
+
+def test_the_size_that_is_said_has_the_texts_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    run = [replace(one, ground_truth="x" * 20_000_000) for one in rollouts(trajectory())]
+    export(tmp_path, run)
+    assert "0.02 GB" in caplog.text
 
 
 def test_a_relative_target_is_written_and_replaces_the_old(
