@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 pytest.importorskip("verifiers")
@@ -132,7 +133,7 @@ async def test_an_environment_that_answers(tmp_path: Path, kind: str) -> None:
         assert final.extra["verifiers"]["environment"].endswith(":load_environment")
         if not IS_V1 and final.reward == 0.0:
             assert final.finish_reason == "max_turns"
-        assert final.metrics.engine_calls == answers
+        assert sum(t.metrics.engine_calls for t in rollout.trajectories) == answers
         assert final.metrics.generate_s > 0
     assert {one.final.reward for one in rollouts} == {0.0, 1.0}
 
@@ -265,6 +266,21 @@ def test_what_cannot_be_loaded_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a dict"):
         (tmp_path / "wrong.py").write_text("def load_environment(): return {}")
         write_prompts(f"{tmp_path / 'wrong.py'}:load_environment", tmp_path)
+
+
+def test_a_prompts_key_does_not_depend_on_its_position(tmp_path: Path) -> None:
+    environment(tmp_path, size=4)
+    lines = [orjson.loads(line) for line in (tmp_path / "prompts.jsonl").read_bytes().splitlines()]
+    for at, line in enumerate(lines):
+        assert line["extra_info"] in ({"index": at}, {})
+        assert line["verifiers"].keys() == {
+            "version",
+            "input" if line["verifiers"]["version"] == 0 else "task",
+        }
+        assert not {"example_id", "idx", "artifact_max_bytes"} & {
+            *line["verifiers"].get("input", {}),
+            *line["verifiers"].get("task", {}),
+        }
 
 
 @pytest.mark.skipif(IS_V1, reason="from 0.3 on nothing couples the rollouts of a group")

@@ -110,6 +110,7 @@ class VerifiersLoop(AgentLoop):
             raise DataError(
                 "the row has no column `verifiers`: `rollstream verifiers ENVIRONMENT` writes prompt files"
             )
+        given = {**given, "position": (row.get("extra_info") or {}).get("index")}
         endpoint = await self.shared.endpoint.get()
         environment: Environment = self.shared.environment
         name, broken = self.request_id, asyncio.get_running_loop().create_future()

@@ -58,8 +58,14 @@ class GroupEnvironment:
             if isinstance(prompt, list):
                 # Arrow gives each message every key that any of them has.
                 prompt = [{k: v for k, v in message.items() if v is not None} for message in prompt]
+            place = {"index": given.pop("example_id", position)}
             row = {"version": 0, "input": given}
-            yield {"prompt": prompt, "ground_truth": given.get("answer"), "verifiers": row}
+            yield {
+                "prompt": prompt,
+                "ground_truth": given.get("answer"),
+                "verifiers": row,
+                "extra_info": place,
+            }
 
     @asynccontextmanager
     async def serving(self, url: str, model: str) -> AsyncIterator[None]:
@@ -85,7 +91,7 @@ class GroupEnvironment:
         recorder = open_session(session)
         client = self._client.with_options(default_headers={SESSION_HEADER: session})
         (output,) = await self.source.run_group(
-            [{"prompt": messages, **row["input"]}],
+            [{"prompt": messages, **row["input"], "example_id": row["position"]}],
             OpenAIChatCompletionsClient(client),
             self._model,
             # For the tokens of `state["trajectory"]`; what is stored does not come from there.

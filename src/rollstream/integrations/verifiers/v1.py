@@ -45,6 +45,9 @@ class EpisodeEnvironment:
     def rows(self, split: str, count: int | None) -> Iterator[dict[str, Any]]:
         """The prompt rows: `prompt`, `ground_truth`, and what `run` needs in the column `verifiers`.
 
+        A task's position is `extra_info.index`, so that its prompt key does not depend on it, nor on defaults that
+        a release of verifiers adds.
+
         Args:
             split: `train` or `eval`.
             count: at most; None: all of them.
@@ -62,7 +65,14 @@ class EpisodeEnvironment:
             raise ConfigError(f"the tasks of environment {self.name!r} have no end: say how many to take")
         for task in itertools.islice(tasks, count):
             data = task.data.model_dump(mode="json", exclude_none=True)
-            yield {"prompt": _prompt_of(data), "verifiers": {"version": 1, "task": data}}
+            place = {"index": data.pop("idx")} if "idx" in data else {}
+            own = task.data.model_dump(mode="json", exclude_defaults=True)
+            kept = {name: value for name, value in data.items() if name in own}
+            yield {
+                "prompt": _prompt_of(data),
+                "verifiers": {"version": 1, "task": kept},
+                "extra_info": place,
+            }
 
     @asynccontextmanager
     async def serving(self, url: str, model: str) -> AsyncIterator[None]:
@@ -84,7 +94,7 @@ class EpisodeEnvironment:
         """Executes one rollout, its rewards included, while `serving`.
 
         Args:
-            row: the column `verifiers` of the prompt row.
+            row: the column `verifiers` of the prompt row, and its `position`.
             messages: of the prompt row.
             open_session: called before an agent's first request.
             sampling: how the run samples.
@@ -102,7 +112,8 @@ class EpisodeEnvironment:
             raise DataError(
                 f"the row was not written for environment {self.name!r} of verifiers 0.3 or later"
             )
-        data = self._task_type.data_type().model_validate(row["task"])
+        place = {} if row["position"] is None else {"idx": row["position"]}
+        data = self._task_type.data_type().model_validate(row["task"] | place)
         task = self._task_type(data, self.source.config.taskset.task)
         context = v1.ModelContext(
             model=self._model,
