@@ -10,7 +10,7 @@ import orjson
 
 from rollstream.engine.base import Capabilities
 from rollstream.errors import ConfigError, EngineError, unknown_name
-from rollstream.sampling import check_extra
+from rollstream.sampling import check_extra, sampling_changes
 from rollstream.trajectory import SamplingParams
 
 
@@ -115,6 +115,22 @@ def check_request(
         raise EngineError(f"this engine takes no sampling parameter {unknown[0]!r}")
     if sampling.ignore_eos and sampling.stop_token_ids and not capabilities.stop_token_ids_with_ignore_eos:
         raise EngineError("this engine drops stop_token_ids when ignore_eos is set: ask for one of them only")
+
+
+def refuse_raw_logprobs(capabilities: Capabilities, sampling: SamplingParams) -> None:
+    """Refuses log-probs that are those of another distribution than the one that is drawn from.
+
+    Raises:
+        ConfigError: the engine gives raw ones, and this sampling changes the model's distribution.
+    """
+    if capabilities.logprobs != "raw" or not sampling.logprobs or not (changes := sampling_changes(sampling)):
+        return
+    given = ", ".join(f"{name} {value}" for name, value in changes.items())
+    raise ConfigError(
+        f"the engine gives the raw model's log-probs, and with {given} tokens come from another distribution: a "
+        "loss would compare two. Leave that out, use engine 'hf' (or vLLM with logprobs_mode=processed_logprobs), "
+        "or set actor_rollout_ref.rollout.calculate_log_probs=false"
+    )
 
 
 @dataclass(frozen=True, slots=True)

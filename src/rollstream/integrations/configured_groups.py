@@ -19,6 +19,8 @@ from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.prompts import load_prompts
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.base import Engine
+from rollstream.engine.checks import refuse_raw_logprobs
+from rollstream.engine.continuation import ContinuingEngine
 from rollstream.errors import ConfigError
 from rollstream.reward.rules import RuleReward, find_rule
 from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, load_agents
@@ -27,7 +29,7 @@ from rollstream.rollout.worker_host import BuiltWorker
 from rollstream.scratch import ScratchFolder
 from rollstream.training.plan import PlannedGroup
 from rollstream.training.rollout_groups import RolloutGroups
-from rollstream.trajectory import PromptRow, Rollout
+from rollstream.trajectory import Completion, PromptRow, Rollout, SamplingParams
 
 Layers = Sequence[Mapping[str, Any] | Path]
 
@@ -85,7 +87,8 @@ class ConfiguredGroups:
         self._opened.push_async_callback(setup.close)
         logs = ScratchFolder("engine")
         self._opened.callback(logs.cleanup)
-        self.engine = setup.create_engine(logs.path)
+        plain, rollout = setup.create_plain_engine(logs.path), self._settings.actor_rollout_ref.rollout
+        self.engine = ExactEngine(plain, on_update=rollout.on_weight_update)
         self._groups = RolloutGroups(
             partial(self._make_worker, setup, self.engine),
             self.row,
@@ -109,6 +112,22 @@ class ConfiguredGroups:
 
     async def _make_worker(self, setup: RolloutSetup, engine: Engine) -> RolloutWorker:
         return build_worker(setup, engine, self._prompts.agent_names()).worker
+
+
+class ExactEngine(ContinuingEngine):
+    """An engine whose log-probs are those of what is drawn from, whoever says how to sample."""
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        images: list[object] | None = None,
+    ) -> Completion:
+        """See `ContinuingEngine.generate`. Raises what `refuse_raw_logprobs` does."""
+        refuse_raw_logprobs(self.capabilities, sampling)
+        return await super().generate(prompt_ids, sampling, request_id=request_id, images=images)
 
 
 def resolve_config(overrides: Sequence[str], layers: Layers) -> DictConfig:
@@ -194,6 +213,7 @@ def build_worker(setup: RolloutSetup, engine: Engine, agent_names: Iterable[str]
     """
     rollout = setup.settings.actor_rollout_ref.rollout
     setup.check_engine(engine)
+    refuse_raw_logprobs(engine.capabilities, setup.sampling)
     if not engine.capabilities.token_ids:
         raise ConfigError(
             f"engine {rollout.name!r} speaks messages: training needs the tokens that were sampled"

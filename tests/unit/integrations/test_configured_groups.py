@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.demo import MODEL_PATH
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, TrainingError
 from rollstream.integrations.configured_groups import ConfiguredGroups
 from rollstream.training import BatchesAhead, ShuffledPlan
 
@@ -38,6 +38,26 @@ def test_what_nothing_scores_is_refused_at_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing gives a reward"):
         batches.start()
     assert groups.engine is None
+
+
+def test_raw_log_probs_of_another_distribution_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def compute_score(**_):\n    return 1.0\n")
+    scored = f"custom_reward_function.path={tmp_path / 'reward.py'}"
+    rollout = "actor_rollout_ref.rollout"
+
+    def first(*more: str, **row: object) -> list[str]:
+        given = words(tmp_path, scored, *more)
+        rows = [{"prompt": f"{number} + 1 =", "answer": "5", **row} for number in range(6)]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        groups = ConfiguredGroups(given)
+        with BatchesAhead(ShuffledPlan(len(groups.rows)), groups, groups_per_step=2) as batches:
+            return [rollout.final.finish_reason for rollout in batches.next_batch(120).rollouts]
+
+    with pytest.raises(ConfigError, match=r"temperature 0\.7"):
+        first(f"{rollout}.temperature=0.7")
+    with pytest.raises(TrainingError, match="top_k 3"):
+        first(sampling_params={"top_k": 3})
+    assert first(f"{rollout}.temperature=0.7", f"{rollout}.calculate_log_probs=false")
 
 
 def test_no_thread_of_the_reward_is_left(tmp_path: Path) -> None:

@@ -193,12 +193,6 @@ class EnvironmentGroups:
         can, name = engine.capabilities, self._environment.engine_name
         if not can.update_weights:
             raise ConfigError(f"engine {name!r} takes no new weights: it would stay at the first ones")
-        if can.logprobs == "raw" and self._trainer.temperature != 1.0:
-            raise ConfigError(
-                f"engine {name!r} gives log-probs before temperature, and temperature is "
-                f"{self._trainer.temperature}: the loss would compare two distributions. Set "
-                "temperature=1.0, or use engine 'hf'"
-            )
         refuse_sampling(setup.sampling, self._trainer.temperature)
 
 

@@ -15,10 +15,12 @@ from typing import Any
 
 from rollstream.chat.images import encode_for_engine
 from rollstream.engine.base import Engine
+from rollstream.engine.checks import refuse_raw_logprobs
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.registry import create_engine
 from rollstream.errors import ConfigError, EngineError
 from rollstream.integrations.verl.sampling import Lengths, from_verl
+from rollstream.trajectory import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ class ServerOptions:
     engine_kwargs: Mapping[str, Any]
     model_path: str
     lengths: Lengths
+    sampling: SamplingParams | None = None
+    """How verl's training samples, where it wants log-probs."""
 
     @classmethod
     def read(cls, rollout: Any, model_path: str) -> "ServerOptions":
@@ -61,7 +65,16 @@ class ServerOptions:
             )
         if engine not in ENGINES:
             raise ConfigError(f"rollout.custom.engine is {engine!r}: want one of {', '.join(ENGINES)}")
-        return cls(tuple(map(str, urls)), engine, kwargs, model_path, Lengths.read(rollout))
+        given = {name: getattr(rollout, name, None) for name in ("temperature", "top_p", "top_k")}
+        sampling = SamplingParams(1, **{name: value for name, value in given.items() if value is not None})
+        return cls(
+            tuple(map(str, urls)),
+            engine,
+            kwargs,
+            model_path,
+            Lengths.read(rollout),
+            sampling if getattr(rollout, "calculate_log_probs", False) else None,
+        )
 
 
 @dataclass
@@ -118,6 +131,12 @@ class ReplicaServer:
                     log_dir=Path(),
                 )
                 await pool.start()
+                if options.sampling is not None:
+                    try:
+                        refuse_raw_logprobs(pool.capabilities, options.sampling)
+                    except ConfigError:
+                        await pool.close()
+                        raise
                 self._engine = ContinuingEngine(pool)
             return self._engine
 

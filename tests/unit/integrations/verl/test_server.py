@@ -14,12 +14,14 @@ import pytest
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, EngineError
 from rollstream.integrations.verl.server import ReplicaServer, ServerOptions
+from rollstream.testing.scripted import ScriptedEngine
 from tests.faults.runs import stub_server
 from tests.support.until import until
 
 
-def read(custom: Any) -> ServerOptions:
-    rollout = SimpleNamespace(custom=custom, prompt_length=32, response_length=16, max_model_len=None)
+def read(custom: Any, **more: Any) -> ServerOptions:
+    lengths = {"prompt_length": 32, "response_length": 16, "max_model_len": None}
+    rollout = SimpleNamespace(custom=custom, **lengths, **more)
     return ServerOptions.read(rollout, str(MODEL_PATH))
 
 
@@ -143,3 +145,13 @@ async def test_a_request_whose_images_are_read_is_held_as_well(
 async def test_it_says_when_no_server_is_there(options: ServerOptions) -> None:
     deaf = server_of(replace(options, urls=("http://127.0.0.1:9",)))
     assert not await deaf.health()
+
+
+async def test_raw_log_probs_of_another_distribution_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = ScriptedEngine()
+    assert raw.capabilities.logprobs == "raw"
+    monkeypatch.setattr("rollstream.integrations.verl.server.create_engine", lambda *_, **__: raw)
+    sampling = {"temperature": 0.7, "top_p": 1.0, "top_k": -1}
+    with pytest.raises(ConfigError, match=r"temperature 0\.7"):
+        await server_of(read({"urls": ["http://x"]}, **sampling, calculate_log_probs=True)).start()
+    await server_of(read({"urls": ["http://x"]}, **sampling, calculate_log_probs=False)).start()
