@@ -312,7 +312,7 @@ class AgentLoop(ABC):
         template = self.resources.template
         message = read_answer(completion.message, template, turn=self._engine_calls)
         ended = completion.finish_reason == "stop"
-        ids = template.answer_ids(message, tools=tools, ended=ended)
+        ids = template.answer_ids(messages, message, tools=tools, ended=ended)
         reason = completion.finish_reason
         if len(ids) > sampling.max_tokens:  # the endpoint counts in tokens of its own
             ids, reason = ids[: sampling.max_tokens], "length"

@@ -57,17 +57,6 @@ SCHEMAS = [
 NAMES = frozenset(schema["function"]["name"] for schema in SCHEMAS)
 
 
-@dataclass(slots=True)
-class _Exchange:
-    """An answer, and what was added for the model to go on with."""
-
-    turn: Turn
-    at: int
-    """The answer's msg_id: its position in the conversation."""
-    added: int
-    """How many messages followed it."""
-
-
 class ContextAgent(ToolAgent):
     """A tool agent whose model has `deleteContext(msg_id)`, `note`, `readNote` and `updateNote` as well.
 
@@ -105,7 +94,8 @@ class ContextAgent(ToolAgent):
         self.snapshots: list[Trajectory] = []
         self.notes = Notes()
         self.deleted: set[int] = set()
-        self._exchanges: list[_Exchange] = []
+        self._answers: dict[int, Turn] = {}
+        """By msg_id: their positions in the conversation."""
         self._prompt_messages = 0
         self._prompt_ids: list[int] = []
 
@@ -153,7 +143,7 @@ class ContextAgent(ToolAgent):
         contents, _ = await self.show(results)
         added = self.resources.template.tool_messages(turn.message["tool_calls"], contents)
         added = [self._with_id(message, at + 1 + i) for i, message in enumerate(added)]
-        self._exchanges.append(_Exchange(turn, at, len(added)))
+        self._answers[at] = turn
         if not asked:
             return State.GENERATING if conversation.add(added) else self.end("tool_overflow")
         messages = [*conversation.messages, *added]
@@ -175,7 +165,7 @@ class ContextAgent(ToolAgent):
         at = len(self.conversation.messages)
         state = await super().interact()
         if state is State.GENERATING:
-            self._exchanges.append(_Exchange(self.turn, at - 1, len(self.conversation.messages) - at))
+            self._answers[at - 1] = self.turn
         return state
 
     def users_message(self, text: str) -> Message:
@@ -231,29 +221,17 @@ class ContextAgent(ToolAgent):
 
     def _compose(self, messages: list[Message], deleted: set[int]) -> list[int]:
         """Ids of the edited history: kept answers as sampled, everything else rendered."""
-        template, tokenizer = self.resources.template, self.tokenizer
-        # A deleted answer is rendered with the beginning of its turn, so what comes before it ends without.
-        kept = [exchange.at not in deleted for exchange in self._exchanges]
-        next_kept = [*kept[1:], True]
-        if kept[0] and deleted.isdisjoint(range(self._prompt_messages)):
+        kept = [at for at in self._answers if at not in deleted]
+        starts = [*kept, len(messages)]
+        if starts[0] == self._prompt_messages and deleted.isdisjoint(range(self._prompt_messages)):
             ids = list(self._prompt_ids)  # as it was seen, also where it had to be truncated
         else:
-            prompt = messages[: self._prompt_messages]
-            ids = tokenizer.render(prompt, tools=self.tools, add_generation_prompt=kept[0])
-        for exchange, is_kept, continues in zip(self._exchanges, kept, next_kept, strict=True):
-            start = exchange.at + 1
-            answer, added = messages[exchange.at], messages[start : start + exchange.added]
-            if not is_kept:
-                ids += template.exchange_ids(answer, added, tools=self.tools, generation_prompt=continues)
-                continue
-            sampled = exchange.turn.completion.token_ids
+            ids = self.tokenizer.render(messages[: starts[0]], tools=self.tools)
+        for at, following in zip(kept, starts[1:], strict=True):
+            sampled = self._answers[at].completion.token_ids
             ids += sampled
-            ids += template.ids_after(
-                exchange.turn.message,
-                added,
-                sampled_ids=sampled,
-                tools=self.tools,
-                generation_prompt=continues,
+            ids += self.resources.template.ids_after(
+                messages[: at + 1], messages[at + 1 : following], sampled_ids=sampled, tools=self.tools
             )
         return ids
 

@@ -156,7 +156,7 @@ class Conversation:
                 "the model answers what was added before more is added: hand over all messages at once"
             )
         return self._loop.resources.template.ids_after(
-            self._last.message,
+            self.messages,
             messages,
             sampled_ids=self._last.completion.token_ids,
             tools=self._tools,

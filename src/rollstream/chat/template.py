@@ -1,22 +1,22 @@
 """What a chat template puts between the turns of a conversation.
 
 The prompt of the next turn is the prompt of this turn, the ids the model sampled, and the ids of what comes
-between: the end of the assistant's turn, new messages, the beginning of the next answer. Only the last part
-is rendered here, by the difference of two renderings of a short conversation, so its cost does not grow with
-the history and no sampled id is ever rendered again (R1).
+between: the end of the assistant's turn, new messages, the beginning of the next answer. It is what the
+template's rendering of the whole conversation has there, found by a mark in the place of the last answer:
 
-    question | answer: ...MARK | end of turn                                     rendered alone
-    question | answer: ...MARK | end of turn | new messages | generation prompt  rendered with what is new
+    messages | answer: ...MARK | end of turn                                     rendered without what is new
+    messages | answer: ...MARK | end of turn | new messages | generation prompt  rendered with it
                                ^---------------- what this module returns ----^
 
-The same for any template. What the template would do to *earlier* turns when the whole conversation were
-rendered again (drop their thinking, move a list of tools) is not done: those tokens were seen by the model.
+No sampled id is ever rendered again (R1). What the template would do to *earlier* turns when the whole
+conversation were rendered again (drop their thinking, move a list of tools) is not done: those tokens were seen
+by the model.
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from rollstream.chat.processor import ChatProcessor
@@ -27,47 +27,13 @@ from rollstream.trajectory import Message
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_MARK = "ROLLSTREAMMARK"
-"""Stands for an answer. Letters only: no template trims, escapes or splits it."""
+_MARK = "MARK" + "".join(secrets.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(20))
+"""Stands for an answer. Letters only, so that no template trims, escapes or splits it; no text has it by chance."""
 
 _QUESTION: Message = {"role": "user", "content": "."}
 
-_CLOSES = 128
-"""Ways to end a turn that are remembered: without calls, or with calls of these tools in this order."""
-
-_NASTY = (
-    *(
-        "",
-        " ",
-        "\n",
-        " a ",
-        "\n\na\n\n",
-        "\t",
-        "a\r\nb",
-        "{{ a }}",
-        "{% a %}",
-        "{# a #}",
-        "<|im_end|>",
-        "&<'\">",
-    ),
-    *(
-        '"a"',
-        "\\n\\",
-        "[1]",
-        '{"a": 1}',
-        "<think>a</think>b",
-        "<tool_response>\na\n</tool_response>",
-        "\u00e9\u200b",
-    ),
-    *("1", "none", "a|b", "a" * 5000),
-)
-"""Contents that templates trim, escape, parse or take for something else."""
-
-_SPLICES = 128
-"""Shapes of turns that are spliced: finding one out takes as long as some 80 renderings. Others are rendered."""
-
-_PLAIN = frozenset({"role", "content", "tool_call_id", "name"})
-"""Keys of messages that are spliced."""
+_EXCHANGES = 8
+"""The last calls with their results that are rendered; of older ones see `TurnTemplate._recent`."""
 
 _TAIL = 16
 """Sampled ids that are compared with what follows: an end of turn is a few tokens."""
@@ -78,41 +44,10 @@ _THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 THINKING_OPENERS = tuple(_THINKING)
 """With these at its end, a prompt leaves the model inside a thinking block."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Close:
-    """How the template ends an assistant's turn."""
-
-    calls: int
-    """How many of the turn's calls, from the last, are rendered: some templates refuse more than one."""
-    marks: int
-    """How often the mark was rendered; what follows the last one counts."""
-    syntax: str
-    """What closes the last call. The model has written it itself."""
-    end: str
-    """The marker of the turn's end and what follows it, such as `<|im_end|>\\n`. May be empty."""
-
-    def cut(self, rendered: str) -> str | None:
-        """What follows the answer in a rendering; None if it does not end there as expected."""
-        parts = rendered.split(_MARK, self.marks)
-        if len(parts) <= self.marks or not parts[-1].startswith(self.syntax):
-            return None
-        return parts[-1].removeprefix(self.syntax)
-
-
-@dataclass(frozen=True, slots=True)
-class _Splice:
-    """What the template puts around the contents of some messages, each of which it copies as it is."""
-
-    around: list[str]
-    """Before the first content, between each two, behind the last one."""
-    end: str
-    """The same as of `_Close`."""
-
-    def text(self, contents: Sequence[str]) -> str:
-        """What the template puts after the answer."""
-        first, *others = self.around
-        return first + "".join(content + after for content, after in zip(contents, others, strict=True))
+_REWRITES = (
+    "the chat template leaves an assistant's turn out, or renders it in another way, when messages follow it, so "
+    "what it puts between turns cannot be told; use another one (actor_rollout_ref.model.custom_chat_template)"
+)
 
 
 class TurnTemplate:
@@ -122,173 +57,176 @@ class TurnTemplate:
         """`processor`: for messages with images."""
         self._tokenizer = tokenizer
         self._processor = processor
-        self._closes: dict[tuple[object, ...], _Close] = {}
-        self._splices: dict[tuple[object, ...] | None, _Splice | None] = {}
         self._call_ids: dict[tuple[int, bool], bool] = {}
-        self._length = cache(lambda end: len(tokenizer.encode(end)))  # of ends of turns, which are few
+        self._looks_back: dict[tuple[object, ...], bool] = {}
 
     def ids_after(
         self,
-        answer: Message,
-        added: list[Message],
+        messages: Sequence[Message],
+        added: Sequence[Message],
         *,
         sampled_ids: Sequence[int],
         tools: list[dict[str, Any]] | None = None,
         images: Sequence["Image"] = (),
-        generation_prompt: bool = True,
     ) -> list[int]:
         """Ids to put between an answer and the next one; none of them was sampled.
 
         Args:
-            answer: the assistant's message; only its `tool_calls` matter.
-            added: what follows it: tool results, a user's message.
+            messages: the conversation up to the answer, which is the last one.
+            added: what follows it: tool results, a user's message. An assistant's message among them is
+                rendered, too.
             sampled_ids: what the model sampled for the answer. When it ends with (a part of) the end of the
                 turn, that part is not added again; when it ends with another end token (see
-                `ChatTokenizer.end_ids`) than the template's own, that token stands for it.
+                `ChatTokenizer.end_ids`) than the template's own, that token stands for the template's end.
             tools: schemas, as for the prompt.
             images: one for each image part of `added`, in order. They take time: call it in a thread then.
-            generation_prompt: end with the beginning of the next answer.
 
         Raises:
-            DataError: the template refuses these messages, or there is no processor for the images.
+            DataError: the template refuses these messages, or renders the answer in another way when something
+                follows it; there is no processor for the images.
         """
         if not self._tokenizer.makes_ids:
             return []
-        text, end = self._text_after(answer, added, tools, generation_prompt)
+        text, marked = self._after(messages, added, tools)
         if not images:
             ids = self._tokenizer.encode(text)
         elif self._processor is not None:
             ids = self._processor.encode(text, images)
         else:
             raise DataError("the model has no image processor")
-        return ids[self._already_there(sampled_ids, ids, end) :]
+        find_end = partial(self._end, marked, added, text, tools)
+        return ids[self._already_there(sampled_ids, ids, find_end) :]
 
-    def _text_after(
-        self,
-        answer: Message,
-        added: list[Message],
-        tools: list[dict[str, Any]] | None,
-        generation_prompt: bool = True,
-    ) -> tuple[str, str]:
-        """What follows the answer, and the end of the turn when nothing follows."""
-        shape = self._shape(answer, added, tools, generation_prompt)
-        if shape is not None and shape not in self._splices and len(self._splices) < _SPLICES:
-            self._splices[shape] = self._find_splice(answer, added, tools, generation_prompt)
-        splice = self._splices.get(shape)
-        if splice is None:
-            return self._render_after(answer, added, tools, generation_prompt)
-        return splice.text([message["content"] for message in added]), splice.end
+    def _after(
+        self, messages: Sequence[Message], added: Sequence[Message], tools: list[dict[str, Any]] | None
+    ) -> tuple[str, list[Message]]:
+        """What follows the answer, and the conversation up to it with a mark in its place."""
+        recent = _recent(messages)
+        if len(recent) == len(messages):
+            return self._render_after(messages, added, tools)
+        roles = frozenset(message["role"] for message in added)
+        kind = (roles, bool(tools), bool(messages[-1].get("tool_calls")))
+        if self._looks_back.get(kind) is not False:
+            after = self._render_after(messages, added, tools)
+            if kind not in self._looks_back:
+                self._looks_back[kind] = after[0] != self._render_after(recent, added, tools)[0]
+            return after
+        return self._render_after(recent, added, tools)
 
-    def _shape(
-        self,
-        answer: Message,
-        added: list[Message],
-        tools: list[dict[str, Any]] | None,
-        generation_prompt: bool,
-    ) -> tuple[object, ...] | None:
-        """What decides how the template renders these messages, but for their contents; None: it is not known."""
-        if not added or not self._tokenizer.template_texts:
-            return None
-        messages: list[object] = []
-        for message in added:
-            if not isinstance(message.get("content"), str) or not message.keys() <= _PLAIN:
-                return None
-            messages.append((message["role"], message.get("name"), "tool_call_id" in message))
-        calls = [
-            (call["function"]["name"], len(call["id"]), call["id"].isalnum())
-            for call in answer.get("tool_calls") or ()
-        ]
-        shown = [tool["function"]["name"] for tool in tools or ()]
-        return (*calls, None, *messages, None, *shown, generation_prompt)
+    def why_not(self, *, calls: bool, tools: list[dict[str, Any]] | None = None) -> str | None:
+        """Why nothing can follow an answer; None if it can.
 
-    def _find_splice(
-        self,
-        answer: Message,
-        added: list[Message],
-        tools: list[dict[str, Any]] | None,
-        generation_prompt: bool,
-    ) -> _Splice | None:
-        """None where the template shows the ids of calls, or does not copy every content as it is.
-
-        This is known by trying: what breaks careless templates, and each text that this one compares with.
+        Args:
+            calls: an answer with a call, which its result follows; else one of text, and a user's message.
+            tools: schemas that the prompt shows.
         """
-
-        def render(contents: list[str], letter: str = "x") -> tuple[str, str]:
-            ids = {call["id"]: letter + call["id"][1:] for call in answer.get("tool_calls") or ()}
-            calls = [{**call, "id": ids[call["id"]]} for call in answer.get("tool_calls") or ()]
-            messages = [{**message, "content": given} for message, given in zip(added, contents, strict=True)]
-            for message in messages:
-                if call_id := message.get("tool_call_id"):
-                    message["tool_call_id"] = ids.get(call_id, call_id)
-            return self._render_after({**answer, "tool_calls": calls}, messages, tools, generation_prompt)
-
-        texts = self._tokenizer.template_texts
-        nasty = (*_NASTY, *texts, *(f"{text}.{text}" for text in texts))
-        marks = [f"ROLLSTREAMCONTENT{chr(ord('A') + at)}" for at in range(len(added))]
-        tried = [
-            [nasty[(start + at) % len(nasty)] for at in range(len(added))] for start in range(len(nasty))
-        ]
+        if not self._tokenizer.makes_ids:
+            return None
+        answer: Message = {"role": "assistant", "content": "."}
+        added = [_QUESTION]
+        if calls:
+            name = tools[0]["function"]["name"] if tools else "f"
+            call = {"type": "function", "id": "c00000000", "function": {"name": name, "arguments": {}}}
+            answer, added = {**answer, "tool_calls": [call]}, self.tool_messages([call], ["."])
         try:
-            after, end = render(marks)
-            splice = _Splice(re.split("|".join(map(re.escape, marks)), after), end)
-            once = len(splice.around) == len(marks) + 1 and splice.text(marks) == after
-            copied = once and render(marks, "y")[0] == after
-            copied = copied and all(render(contents)[0] == splice.text(contents) for contents in tried)
-        except DataError:
-            return None  # it refuses some content
-        return splice if copied else None
+            for sampled in ([], *([token] for token in sorted(self._tokenizer.end_ids))):
+                self.ids_after([_QUESTION, answer], added, sampled_ids=sampled, tools=tools)
+        except DataError as error:
+            return str(error)
+        return None
 
     def _render_after(
+        self, messages: Sequence[Message], added: Sequence[Message], tools: list[dict[str, Any]] | None
+    ) -> tuple[str, list[Message]]:
+        refusal: DataError | None = None
+        for shown in _ways(messages):
+            marked = [*shown[:-1], _marked(shown[-1])]
+            try:
+                whole = self._behind_mark([*marked, *added], tools)
+                if whole is None:
+                    continue  # the template does not show such answers
+                syntax = self._split(marked, tools)[0] if marked[-1].get("tool_calls") else ""
+            except DataError as error:
+                refusal = refusal or error
+                continue
+            if not whole.startswith(syntax):
+                raise DataError(_REWRITES)
+            return whole.removeprefix(syntax), marked
+        raise refusal or DataError(_REWRITES)
+
+    def _end(
         self,
-        answer: Message,
-        added: list[Message],
+        marked: list[Message],
+        added: Sequence[Message],
+        after: str,
         tools: list[dict[str, Any]] | None,
-        generation_prompt: bool,
-    ) -> tuple[str, str]:
-        calls: list[dict[str, Any]] = answer.get("tool_calls") or []
-        close = self._close(calls, tools)
-        marked = _marked_answer(calls[len(calls) - close.calls :])
-        rendered = self._tokenizer.render_text(
-            [_QUESTION, marked, *added], tools=tools, add_generation_prompt=generation_prompt
-        )
-        after = close.cut(rendered)
-        if after is None:
-            close = self._find_close(calls, tools)  # the ids of these calls stand behind the mark
-            after = close.cut(rendered)
-        if after is None:
-            raise DataError(
-                "the chat template renders an assistant's turn in another way when messages follow it, so "
-                "what it puts between turns cannot be told; use a template that does not "
-                "(actor_rollout_ref.model.custom_chat_template)"
-            )
-        return after, close.end
-
-    def exchange_ids(
-        self,
-        answer: Message,
-        added: list[Message],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        generation_prompt: bool = True,
-    ) -> list[int]:
-        """Ids of an answer that no model wrote and what follows it, as the template writes earlier turns.
-
-        They follow a prompt that was rendered without a generation prompt.
+    ) -> str:
+        """How the last turn ends; "" if the template takes no conversation that ends with an answer.
 
         Raises:
-            DataError: the template refuses the messages, or renders what comes before an answer in another
-                way than without it.
+            DataError: the template puts text of its own before the end if something follows.
         """
-        before = self._tokenizer.render_text([_QUESTION], tools=tools, add_generation_prompt=False)
-        whole = self._tokenizer.render_text(
-            [_QUESTION, answer, *added], tools=tools, add_generation_prompt=generation_prompt
+        try:
+            end = self._split(marked, tools)[1]
+        except DataError:
+            return ""
+        own, put = map(self._text_first, (end, after))
+        if own != put and own != end.strip() and not any(text.strip() in put for text in _texts(added[:1])):
+            raise DataError(_REWRITES)
+        return end
+
+    def _text_first(self, text: str) -> str:
+        """What stands before the first special token, without white space; all, if there is none."""
+        special = self._tokenizer.special_ids
+        ids = self._tokenizer.encode(text)
+        first = next((at for at, token_id in enumerate(ids) if token_id in special), len(ids))
+        return self._tokenizer.decode(ids[:first]).strip()
+
+    def _split(self, marked: list[Message], tools: list[dict[str, Any]] | None) -> tuple[str, str]:
+        """What stands behind the mark of the last message when nothing follows.
+
+        Returns:
+            The syntax that closes a call, which the model has written itself; and how the turn ends, such as
+            `<|im_end|>\\n`: maybe by nothing at all. Where a generation prompt is always written, it is there, too.
+        """
+        plain = [*marked[:-1], _marked({"role": "assistant", "content": ""})]
+        alone = self._behind_mark(marked, tools, add_generation_prompt=False)
+        if alone is None or not marked[-1].get("tool_calls"):  # maybe it does not show calls
+            return "", self._behind_mark(plain, tools, add_generation_prompt=False) or ""
+        if known := self._end_tokens.search(alone):
+            start = known.start()
+        else:
+            end = self._split(plain, tools)[1]
+            start = len(alone) - len(end) if alone.endswith(end) else self._last_special(alone)
+        return alone[:start], alone[start:]
+
+    def _behind_mark(
+        self,
+        messages: list[Message],
+        tools: list[dict[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str | None:
+        """What follows the last mark; None if there is none."""
+        rendered = self._tokenizer.render_text(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt
         )
-        if not whole.startswith(before):
-            raise DataError("the chat template renders a question in another way when an answer follows it")
-        return self._tokenizer.encode(whole.removeprefix(before))
+        _, found, after = rendered.rpartition(_MARK)
+        return after if found else None
+
+    @cached_property
+    def _end_tokens(self) -> re.Pattern[str]:
+        decode = self._tokenizer.decode
+        texts = (decode([token], skip_special_tokens=False) for token in sorted(self._tokenizer.end_ids))
+        return re.compile("|".join(re.escape(text) for text in texts if text.strip()) or r"(?!)")
 
     def answer_ids(
-        self, answer: Message, *, tools: list[dict[str, Any]] | None = None, ended: bool = True
+        self,
+        messages: Sequence[Message],
+        answer: Message,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        ended: bool = True,
     ) -> list[int]:
         """Ids of an answer of which only the message is known, as the template writes it.
 
@@ -296,6 +234,7 @@ class TurnTemplate:
         of this template would have sampled to say this in the template's own words; nobody sampled them.
 
         Args:
+            messages: the conversation before it.
             answer: the assistant's message; arguments of calls are mappings, or text if unreadable.
             tools: schemas, as for the prompt.
             ended: whether the turn has ended: then the token that ends it is the last one, if the tokenizer
@@ -307,60 +246,83 @@ class TurnTemplate:
         if not self._tokenizer.makes_ids:
             return []
         calls: list[dict[str, Any]] = answer.get("tool_calls") or []
-        together = len(calls) < 2
-        if not together:
-            close = self._close(calls, tools)
-            together = close.calls == len(calls) <= close.marks
-        if together:
-            text = self._answer_text(answer, tools)
-        else:  # some templates refuse, or leave out, all but one: one after the other, in one turn
+        parts = [answer]
+        if len(calls) > 1 and self._leaves_calls_out(messages, answer, tools):
+            # Some templates refuse, or leave out, all but one: one after the other, in one turn.
             parts = [{**answer, "tool_calls": calls[:1]}]
             parts += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
-            *begun, last = [self._answer_text(part, tools) for part in parts]
-            text = "".join(self._without_end(one, calls[:1], tools) for one in begun) + last
-        tokenizer = self._tokenizer
-        if ended:
-            ids = tokenizer.encode(text)
-            for at in range(len(ids) - 1, -1, -1):
-                if ids[at] in tokenizer.end_ids:
-                    return ids[: at + 1]
-                if tokenizer.decode([ids[at]], skip_special_tokens=False).strip():
-                    break  # the template ends turns in another way: `ids_after` adds it
-        return tokenizer.encode(self._without_end(text, calls, tools))
+        *begun, last = [self._answer_text(messages, part, tools) for part in parts]
+        text = "".join(before for before, _ in begun)
+        before, end = last
+        return self._tokenizer.encode(text + before + (end if ended else ""))
 
-    def _without_end(self, text: str, calls: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-        return text.removesuffix(self._close(calls, tools).end)
-
-    def _answer_text(self, answer: Message, tools: list[dict[str, Any]] | None) -> str:
-        """What the template writes of an answer after its generation prompt, the end of the turn included."""
-        before = self._tokenizer.render_text([_QUESTION], tools=tools, add_generation_prompt=False)
-        opened = self._tokenizer.render_text([_QUESTION], tools=tools)
+    def _leaves_calls_out(
+        self, messages: Sequence[Message], answer: Message, tools: list[dict[str, Any]] | None
+    ) -> bool:
+        """Whether some calls of an answer, but not all, are shown."""
         try:
-            whole = self._render_answer(answer, tools)
+            shown = self._tokenizer.render_text(
+                [*messages, _marked(answer)], tools=tools, add_generation_prompt=False
+            )
         except DataError:
-            calls = answer.get("tool_calls") or ()
-            if all(isinstance(call["function"]["arguments"], dict) for call in calls):
-                raise
-            # Arguments that are no mapping: some templates take nothing else.
-            whole = self._render_answer({**answer, "tool_calls": [_readable(call) for call in calls]}, tools)
-        if not (whole.startswith(before) and opened.startswith(before)):
-            raise DataError("the chat template renders a question in another way when an answer follows it")
-        prompt, turn = opened.removeprefix(before), whole.removeprefix(before)
-        if turn.startswith(prompt):
-            return turn.removeprefix(prompt)
-        for opener, closer in _THINKING.items():
-            head, found, rest = prompt.rpartition(opener)
-            if found and not rest.strip() and turn.startswith(head):
-                # The prompt opens a block that the template leaves out of the turns it shows.
-                thinking = str(answer.get("reasoning_content") or "").strip()
-                return f"{thinking}\n{closer}\n\n{turn.removeprefix(head)}"
-        shared = 0  # what both begin with: the role, as a rule
-        while shared < min(len(prompt), len(turn)) and prompt[shared] == turn[shared]:
-            shared += 1
-        return turn[shared:]
+            return True
+        return 0 < shown.count(_MARK) < len(answer["tool_calls"])
 
-    def _render_answer(self, answer: Message, tools: list[dict[str, Any]] | None) -> str:
-        return self._tokenizer.render_text([_QUESTION, answer], tools=tools, add_generation_prompt=False)
+    def _answer_text(
+        self, messages: Sequence[Message], answer: Message, tools: list[dict[str, Any]] | None
+    ) -> tuple[str, str]:
+        """What the template writes of an answer after its generation prompt, and the end of the turn.
+
+        The end is "" if it is none that the tokenizer knows.
+        """
+        refusal: DataError | None = None
+        for shown in _ways([*messages, answer]):
+            if len(shown[-1].get("tool_calls") or ()) != len(answer.get("tool_calls") or ()):
+                break
+            try:
+                text = self._written(shown, tools)
+                _, end = self._split([*shown[:-1], _marked(shown[-1])], tools)
+            except DataError as error:
+                refusal = refusal or error
+                continue
+            before, found, _ = text.rpartition(end) if end else (text, "", "")
+            known = self._end_tokens.search(end)
+            return (before if found else text), ("" if known is None else end[: known.end()])
+        raise refusal or DataError("the chat template does not show the assistant's messages")
+
+    def _written(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
+        """What the template writes of the last message behind the generation prompt of the others."""
+        prompt = self._tokenizer.render_text(messages[:-1], tools=tools)
+
+        def whole(answer: Message) -> str:
+            return self._tokenizer.render_text(
+                [*messages[:-1], answer], tools=tools, add_generation_prompt=False
+            )
+
+        rendered = whole(messages[-1])
+        if rendered.startswith(prompt):
+            return rendered.removeprefix(prompt)
+        # The answer begins where different answers begin to differ.
+        others = [whole({"role": "assistant", "content": text}) for text in (_MARK, f"0{_MARK}")]
+        start = _shared([rendered, *others])
+        written = rendered[start:]
+        for opener, closer in _THINKING.items():
+            head, found, opened = prompt.rpartition(opener)
+            if not found or opened.strip():
+                if closer in written.partition(opener)[0]:
+                    return rendered[rendered.rfind(opener, 0, start) :]  # an empty block begins alike
+                continue
+            # The prompt opens a block. Turns that are shown have it, an empty one, or none.
+            if rendered.startswith(head):
+                written = rendered.removeprefix(head)
+            own = written.lstrip()
+            if own.startswith(opener):
+                return own.removeprefix(opener).removeprefix(opened)
+            if closer in written.partition(opener)[0]:
+                return written
+            thinking = str(messages[-1].get("reasoning_content") or "").strip()
+            return f"{thinking}\n{closer}\n\n{written}"
+        return written
 
     def shows_tool(self, schema: dict[str, Any]) -> bool:
         """Whether the template tells the model of a tool."""
@@ -432,38 +394,6 @@ class TurnTemplate:
         tail = self._tokenizer.decode(list(context[-_TAIL:]), skip_special_tokens=False).rstrip()
         return tail.endswith(THINKING_OPENERS)
 
-    def _close(self, calls: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> _Close:
-        key = (tuple(call["function"]["name"] for call in calls), bool(tools))
-        if key not in self._closes:
-            if len(self._closes) >= _CLOSES:
-                self._closes.clear()
-            self._closes[key] = self._find_close(calls, tools)
-        return self._closes[key]
-
-    def _find_close(self, calls: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> _Close:
-        plain_marks, plain_end = self._after_mark([], tools)
-        refusal: DataError | None = None
-        for count in dict.fromkeys((len(calls), 1)) if calls else ():
-            try:
-                marks, after = self._after_mark(calls[-count:], tools)
-            except DataError as error:
-                refusal = error
-                continue
-            if marks == 0:
-                break  # the template does not show calls: the turn ends as any other
-            start = len(after) - len(plain_end) if after.endswith(plain_end) else self._last_special(after)
-            return _Close(count, marks, after[:start], after[start:])
-        if plain_marks == 0:
-            raise refusal or DataError("the chat template does not show the assistant's messages")
-        return _Close(0, plain_marks, "", plain_end)
-
-    def _after_mark(self, calls: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> tuple[int, str]:
-        """How often the mark is rendered, and what follows the last one."""
-        rendered = self._tokenizer.render_text(
-            [_QUESTION, _marked_answer(calls)], tools=tools, add_generation_prompt=False
-        )
-        return rendered.count(_MARK), rendered.rpartition(_MARK)[2]
-
     def _last_special(self, text: str) -> int:
         """Where the last special token of a text begins; its end when there is none."""
         special = self._tokenizer.special_ids
@@ -474,33 +404,92 @@ class TurnTemplate:
                 return text.rfind(token) if token in text else len(text)
         return len(text)
 
-    def _already_there(self, sampled: Sequence[int], ids: list[int], end: str) -> int:
+    def _already_there(self, sampled: Sequence[int], ids: list[int], find_end: Callable[[], str]) -> int:
         """How many of `ids`, from the first, the sampled ids make superfluous.
 
         Args:
             sampled: what the model wrote.
             ids: what the template puts after it.
-            end: how the template ends a turn, white space included; "" when it does not mark the end.
+            find_end: gives what the template puts after the answer when nothing follows; "" when it does not
+                mark the end.
         """
         tokenizer = self._tokenizer
-        if sampled and sampled[-1] in tokenizer.end_ids:
-            # The turn has its end: cut the template's own off, or the role token that is the end.
-            reach = self._length(end) if end.strip() else _TAIL
-            for at, token_id in enumerate(ids[:reach]):
-                if token_id == sampled[-1] or (token_id in tokenizer.special_ids and end.strip()):
-                    return at + 1
-                if tokenizer.decode([token_id]).strip():
-                    break  # text comes first: nothing there is an end
-            return 0
         tail = list(sampled[-_TAIL:])
         for length in range(min(len(tail), len(ids)), 0, -1):
             if tail[-length:] == ids[:length]:
-                return length  # a part of the end, such as a stop string that begins the next turn
-        return 0
+                return length  # the end, or a part of it, such as a stop string that begins the next turn
+        if not sampled or sampled[-1] not in tokenizer.end_ids:
+            return 0
+        end = find_end()
+        if not end.strip():  # the role token of the next turn may be the end
+            for at, token_id in enumerate(ids[:_TAIL]):
+                if token_id == sampled[-1]:
+                    return at + 1
+                if tokenizer.decode([token_id], skip_special_tokens=False).strip():
+                    break
+            return 0
+        # Another token ended the turn. The template's end is what is there whether something follows or not, or
+        # one token: some have another one at the end of all.
+        reach = ids[: _shared([tokenizer.encode(end), ids]) or 1]
+        ends = [at for at, token_id in enumerate(reach) if token_id == sampled[-1]]
+        ends = ends or [at for at, token_id in enumerate(reach) if token_id in tokenizer.end_ids]
+        ends = ends or [at for at, token_id in enumerate(reach) if token_id in tokenizer.special_ids][:1]
+        return ends[-1] + 1 if ends else 0
 
 
-def _marked_answer(calls: list[dict[str, Any]]) -> Message:
+def _texts(messages: Sequence[Message]) -> list[str]:
+    """The texts of messages, in parts or not."""
+    contents = (message.get("content") or "" for message in messages)
+    parts = ([content] if isinstance(content, str) else content for content in contents)
+    return [part if isinstance(part, str) else part.get("text", "") for each in parts for part in each]
+
+
+def _recent(messages: Sequence[Message]) -> Sequence[Message]:
+    """A conversation without its older calls and their results, which templates do not look back to.
+
+    A template that does (it counts calls, ...) is found out where this is used.
+    """
+    exchanges: list[range] = []
+    for at, message in enumerate(messages[:-1]):
+        if message.get("tool_calls") and messages[at + 1]["role"] == "tool":
+            exchanges.append(range(at, at + 1))
+        elif message["role"] == "tool" and exchanges and exchanges[-1].stop == at:
+            exchanges[-1] = range(exchanges[-1].start, at + 1)
+    old = {at for exchange in exchanges[:-_EXCHANGES] for at in exchange}
+    return [message for at, message in enumerate(messages) if at not in old] if old else messages
+
+
+def _shared(texts: Sequence[Sequence[Any]]) -> int:
+    """How many letters, or tokens, from the first are the same in all."""
+    places = enumerate(zip(*texts, strict=False))
+    return next((at for at, each in places if len({*each}) > 1), min(map(len, texts)))
+
+
+def _ways(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """A conversation that ends with an answer: as it is, and in forms for templates that refuse it so.
+
+    Some take one call in a turn only, some mappings as arguments only, some no calls.
+    """
+    tried = [*messages]
+    yield tried
+    calls = [[*map(_readable, message.get("tool_calls") or ())] for message in messages]
+    for taken in (slice(None), slice(-1, None), slice(0)):
+        way = [_with_calls(message, each[taken]) for message, each in zip(messages, calls, strict=True)]
+        if way != tried:
+            yield way
+        tried = way
+
+
+def _with_calls(message: Message, calls: list[dict[str, Any]]) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "tool_calls": calls} if calls else rest
+
+
+def _marked(answer: Message) -> Message:
     """An assistant's message whose last words are the mark."""
+    calls = answer.get("tool_calls")
     if not calls:
         return {"role": "assistant", "content": _MARK}
     marked = [{**call, "function": {**call["function"], "arguments": {"mark": _MARK}}} for call in calls]

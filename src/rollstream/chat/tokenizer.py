@@ -28,9 +28,6 @@ _FILES = ["*token*.json", "config.json", "generation_config.json", "*.jinja"]
 _OPEN_MARK = "ROLLSTREAMOPEN"
 """Stands for what comes next in a message. Letters only: no template trims, escapes or splits it."""
 
-_QUOTED = re.compile(r"'([^'\n]*)'|\"([^\"\n]*)\"")
-_TAGS = re.compile(r"\{[{%#].*?[}%#]\}", re.DOTALL)
-
 _PROBE = " ".join(string.ascii_letters + string.digits)
 """Text of which every tokenizer of a language model knows something."""
 
@@ -103,18 +100,6 @@ class ChatTokenizer:
     def form(self) -> TemplateForm:
         """How conversations have to be written for the chat template to show all of them."""
         return TemplateForm(lambda messages: self._render(messages, None, True))
-
-    @cached_property
-    def template_texts(self) -> tuple[str, ...]:
-        """The texts that stand in the chat template, in quotes or not; none if it looks at the clock."""
-        template = self._tokenizer.chat_template
-        sources = [*template.values()] if isinstance(template, dict) else [template or ""]
-        sources.append(str(self._template_kwargs.get("chat_template", "")))
-        if any("strftime_now" in source for source in sources):
-            return ()
-        quoted = [text for source in sources for pair in _QUOTED.findall(source) for text in pair if text]
-        plain = [text.strip() for source in sources for text in _TAGS.split(source) if text.strip()]
-        return tuple(dict.fromkeys([*quoted, *(text.replace("\\n", "\n") for text in quoted), *plain, "."]))
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its exact text; None if the vocabulary has none."""
@@ -274,7 +259,6 @@ class NoTokenizer(ChatTokenizer):
     makes_ids = False
     pad_id = None
     special_ids = frozenset()
-    template_texts = ()
 
     def __init__(self) -> None:
         self.end_ids = frozenset()

@@ -543,7 +543,7 @@ class _Templates:
             )
         shown = self._loop.tokenizer.form.placed([turn.message, *shown])[1:]
         ids = template.ids_after(
-            turn.message,
+            [*turn.ask.messages, turn.message],
             shown,
             sampled_ids=turn.completion.token_ids,
             tools=list(turn.ask.tools) or None,

@@ -24,8 +24,8 @@ What holds, whatever is called in whatever order, with any number of calls open 
   counts is sampled (mask 1) in exactly one of them, with its log-probs and policy versions; in segments that
   branch off behind it, it is prompt.
 
-A call costs what its own messages and tokens cost, whatever was called before: conversations are paths in one
-table of `(place, message) -> place`.
+A call costs what its own messages and tokens cost, whatever was called before, but for what its renderer looks
+back to: conversations are paths in one table of `(place, message) -> place`.
 
 Nothing here waits, renders, or knows an engine: `Renderer` gives ids, and whoever begins a call answers it.
 """

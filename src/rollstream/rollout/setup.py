@@ -104,10 +104,27 @@ class Agents:
                     f"function_tool_path or interaction_config_path of {_MULTI_TURN} "
                     "(data.tool_config_path only shows schemas)"
                 )
+            self._check_turns(name, template, show_tools=show_tools)
         if self.tools.schemas and not template.has_tool_role:
             logger.warning(
                 "the chat template has no role for tool results: the model gets them as a user's message"
             )
+
+    def _check_turns(self, name: str, template: TurnTemplate, *, show_tools: bool) -> None:
+        """Refuses a chat template by which a loop's turns cannot follow each other; warns of it for a program's."""
+        loop = self.loops.entry(name).loop
+        run = loop.prompt_tools(self.tools.schemas)
+        is_program = run is None and loop is not SingleTurnAgent  # nobody knows what it will ask for
+        shown = self.prompt_tools(name, show_tools=show_tools) or None
+        reasons = [
+            template.why_not(calls=calls, tools=shown)
+            for calls, is_needed in ((False, self.interactions.by_name and run is not None), (True, run))
+            if is_needed or is_program
+        ]
+        if reason := next(filter(None, reasons), None):
+            if not is_program:
+                raise ConfigError(f"agent loop {name!r}: {reason}")
+            logger.warning("agent loop %r may have one turn only: %s", name, reason)
 
     def prompt_tools(self, name: str, *, show_tools: bool) -> list[dict[str, Any]] | None:
         """Schemas that a loop's prompts show; None: those of `data.tool_config_path`."""

@@ -1,7 +1,6 @@
 """R1 over turns: running ids are the prompt, what was sampled, and what the template puts between."""
 
 import copy
-import itertools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.chat.template import TurnTemplate
-from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
-from rollstream.demo import MODEL_PATH
+from rollstream.chat.tokenizer import ChatTokenizer
 from rollstream.errors import DataError
 from rollstream.trajectory import Message
 from tests.unit.chat.templates import END_TOKENS, NAMES, load
@@ -86,7 +84,9 @@ class Dialogue:
             added = self.template.tool_messages(message["tool_calls"], answer.replies[: len(calls)])
         else:
             added = [{"role": "user", "content": answer.replies[0]}]
-        given = self.template.ids_after(message, added, sampled_ids=sampled, tools=self.tools)
+        given = self.template.ids_after(
+            [*self.messages, message], added, sampled_ids=sampled, tools=self.tools
+        )
         self.ids += sampled + given
         self.mask += [1] * len(sampled) + [0] * len(given)
         self.sampled.append(sampled)
@@ -232,8 +232,8 @@ def test_a_template_that_rewrites_the_answer_is_refused() -> None:
 
 def text_after(tokenizer: ChatTokenizer, added: list[Message], sampled: str = "") -> str:
     """What follows an answer when the model has sampled this."""
-    answer = {"role": "assistant", "content": "x"}
-    ids = TurnTemplate(tokenizer).ids_after(answer, added, sampled_ids=tokenizer.encode(sampled))
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}]
+    ids = TurnTemplate(tokenizer).ids_after(messages, added, sampled_ids=tokenizer.encode(sampled))
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
@@ -247,83 +247,6 @@ def test_thinking_that_the_prompt_opens_is_seen() -> None:
     template = TurnTemplate(tokenizer)
     assert template.in_thinking(tokenizer.encode("<|im_start|>assistant\n<think>\n"))
     assert not template.in_thinking(tokenizer.encode("<think>\n</think>\n\n"))
-
-
-def test_the_cost_does_not_depend_on_the_history() -> None:
-    """Only what is new is rendered: the history is not even an argument."""
-    tokenizer = load_tokenizer(str(MODEL_PATH))
-    template = TurnTemplate(tokenizer)
-    rendered: list[int] = []
-    original = tokenizer.render_text
-
-    def counting(messages: list[Message], **kwargs: Any) -> str:
-        rendered.append(len(messages))
-        return original(messages, **kwargs)
-
-    tokenizer.render_text = counting  # type: ignore[method-assign]
-    answer = {"role": "assistant", "content": "1"}
-    first = 0
-    for _ in range(50):
-        template.ids_after(answer, [{"role": "user", "content": "again"}], sampled_ids=[3, 2])
-        assert max(rendered) == 3
-        first = first or len(rendered)
-    assert len(rendered) == first  # the rest is put together from what is known
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("calls", [(), ("look_up", "search")])
-def test_turns_put_together_from_what_is_known_are_those_the_template_renders(
-    name: str, calls: tuple[str, ...]
-) -> None:
-    """Whatever the contents are, other ids of calls, and with the first rendering left to the template alone."""
-    asked = copy.copy(load(name))
-    asked.template_texts = ()  # as of a template that looks at the clock: nothing is put together from what is known
-    known, fresh = TurnTemplate(load(name)), TurnTemplate(asked)
-    numbers = itertools.count()
-    schemas = [{"type": "function", "function": {"name": call, "parameters": {}}} for call in calls]
-
-    @settings(max_examples=40)
-    @given(st.lists(st.text() | st.sampled_from(CONTENTS), min_size=2, max_size=2), st.booleans())
-    def same(contents: list[str], tools: bool) -> None:
-        made = [
-            {
-                "type": "function",
-                "id": f"c{next(numbers):08d}",
-                "function": {"name": call, "arguments": {"a": 1}},
-            }
-            for call in calls
-        ]
-        answer = {"role": "assistant", "content": "x", **({"tool_calls": made} if made else {})}
-        user = [{"role": "user", "content": contents[0]}]
-        added = known.tool_messages(made, contents[: len(made)]) if made else user
-        results: list[object] = []
-        for template in (known, fresh):
-            try:
-                results.append(
-                    template.ids_after(answer, added, sampled_ids=(), tools=schemas if tools else None)
-                )
-            except DataError as error:
-                results.append(str(error))
-        assert results[0] == results[1]
-
-    same()
-
-
-CONTENTS = (
-    *("", " ", "\n a \n", "{{ a }}", "<|im_end|>", "<think>x</think>", "<tool_response>", "[INST]"),
-    *('"\\"', "</s>"),
-)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_answer_that_no_model_wrote_stands_as_the_template_writes_it(name: str) -> None:
-    tokenizer = load(name)
-    template = TurnTemplate(tokenizer)
-    answer = {"role": "assistant", "content": "[deleted]"}
-    more = [{"role": "user", "content": "go on"}]
-    question = [{"role": "user", "content": "."}]
-    running = tokenizer.render(question, add_generation_prompt=False) + template.exchange_ids(answer, more)
-    assert running == tokenizer.render([*question, answer, *more])
 
 
 def ends(name: str, sampled: str, *, template: str | None = None, end: str | None = None) -> str:
@@ -399,9 +322,10 @@ def test_an_answer_of_which_only_the_message_is_known(name: str, played: list[An
         message = dialogue.messages[before]
         if name in ("gpt_oss", "glm"):
             continue  # end a turn by tokens that the template itself does not write there
-        ids = dialogue.template.answer_ids(message, tools=dialogue.tools)
+        earlier = dialogue.messages[:before]
+        ids = dialogue.template.answer_ids(earlier, message, tools=dialogue.tools)
         assert ids == dialogue.sampled[-1]
-        assert dialogue.template.answer_ids(message, tools=dialogue.tools, ended=False) == ids[:-1]
+        assert dialogue.template.answer_ids(earlier, message, tools=dialogue.tools, ended=False) == ids[:-1]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -419,7 +343,8 @@ def test_any_answer_has_ids_and_something_may_follow_it(name: str, answer: Answe
             {"type": "function", "id": f"c00000{at:03d}", "function": {**call, "arguments": given}}
             for at, (call, given) in enumerate(zip(answer.calls, [{"x": 1}, '{"x": 1'], strict=False))
         ]
-    ids = template.answer_ids(message, tools=TOOLS)
+    question = [{"role": "user", "content": "what is 3 + 9"}]
+    ids = template.answer_ids(question, message, tools=TOOLS)
     text = tokenizer.decode(ids, skip_special_tokens=False)
     if not message.get("tool_calls"):
         assert answer.content.strip() in text
@@ -427,7 +352,7 @@ def test_any_answer_has_ids_and_something_may_follow_it(name: str, answer: Answe
     else:
         assert all(call["function"]["name"] in text for call in message["tool_calls"])
         added = template.tool_messages(message["tool_calls"], ["12"] * len(message["tool_calls"]))
-    after = tokenizer.decode(template.ids_after(message, added, sampled_ids=ids, tools=TOOLS))
+    after = tokenizer.decode(template.ids_after([*question, message], added, sampled_ids=ids, tools=TOOLS))
     assert added[0]["content"] in after
 
 
@@ -436,7 +361,6 @@ def test_any_answer_has_ids_and_something_may_follow_it(name: str, answer: Answe
 def test_a_prompt_that_opens_a_thinking_block(opener: str, closer: str, thought: str) -> None:
     """As DeepSeek-R1's: the prompt opens it, and the turns that the template shows leave it out."""
     tokenizer = load("chatml", chatml("SHOW", f"{{{{ '{opener}\n' }}}}"))
-    ids = TurnTemplate(tokenizer).answer_ids(
-        {"role": "assistant", "content": "12", "reasoning_content": thought}
-    )
+    answer = {"role": "assistant", "content": "12", "reasoning_content": thought}
+    ids = TurnTemplate(tokenizer).answer_ids([{"role": "user", "content": "hi"}], answer)
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"{thought}\n{closer}\n\n12<|im_end|>"

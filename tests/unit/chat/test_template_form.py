@@ -71,7 +71,7 @@ def test_what_is_rendered_later_is_what_is_rendered_at_once(source: str) -> None
     before, answer, after = talk("su"), {"role": "assistant", "content": "ok"}, talk("su")
     sampled = tokenizer.encode(" ok")
     ids = tokenizer.render(before) + sampled
-    ids += TurnTemplate(tokenizer).ids_after(answer, after, sampled_ids=sampled)
+    ids += TurnTemplate(tokenizer).ids_after([*before, answer], after, sampled_ids=sampled)
     whole = tokenizer.render_text([*before, answer, *after])
     assert tokenizer.decode(ids, skip_special_tokens=False) == whole
 

@@ -6,14 +6,16 @@ from typing import Any
 
 import pytest
 
+from rollstream.agent.base import AgentLoop
 from rollstream.agent.interactions import Interaction, Interactions
-from rollstream.agent.registry import AgentLoops
+from rollstream.agent.registry import AgentLoops, LoopEntry
 from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.config.load import to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
 from rollstream.generation.runner import as_config
 from rollstream.rollout.setup import Agents, build_setup, load_agents
+from rollstream.trajectory import SamplingParams, Trajectory
 from tests.unit.agent.rollouts import demo_tokenizer
 from tests.unit.agent.tools.tools import Recorder, class_tool
 from tests.unit.chat.templates import load
@@ -86,6 +88,33 @@ def test_a_template_without_a_role_for_results_is_said(caplog: pytest.LogCapture
         assert not caplog.messages
         made.check({"tool_agent"}, load("gemma"), show_tools=False, images=False)
     assert "no role for tool results" in caplog.text
+
+
+def test_a_template_by_which_results_cannot_follow_a_call_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One that shows a call's id only when something follows it. A program may do without calls."""
+    later = (
+        "{%- for t in tools or [] -%}{{ t.function.name }}{%- endfor -%}"
+        "{%- for m in messages -%}{{ '<|im_start|>' + m.role + m.content }}"
+        "{%- for c in m.tool_calls or [] -%}{{ c.function | tojson }}"
+        "{%- if m != messages[-1] -%}{{ c.id }}{%- endif -%}{%- endfor -%}<|im_end|>{%- endfor -%}"
+    )
+    loops = AgentLoops({"program": LoopEntry(Program)})
+    made = Agents(loops, ToolBox([class_tool(Recorder)]), Interactions())
+    made.check({"single_turn_agent"}, load("chatml", later), show_tools=True, images=False)
+    with pytest.raises(ConfigError, match=r"'tool_agent'.*custom_chat_template"):
+        made.check({"tool_agent"}, load("chatml", later), show_tools=True, images=False)
+    with caplog.at_level(logging.WARNING):
+        made.check({"program"}, load("chatml", later), show_tools=True, images=False)
+    assert "'program'" in caplog.text
+
+
+class Program(AgentLoop):
+    """A loop of somebody's own."""
+
+    async def run(self, sampling: SamplingParams, **row: Any) -> Trajectory:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize(
