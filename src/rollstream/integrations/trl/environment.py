@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from rollstream.config.load import compose, to_settings
 from rollstream.data.prompts import load_prompts
 from rollstream.data.row import parse_row
-from rollstream.data.values import BadRow
+from rollstream.data.values import BadRow, to_jsonable
 from rollstream.errors import ConfigError, DataError
 from rollstream.integrations.configured_groups import (
     Layers,
@@ -191,6 +191,10 @@ def read_row(example: Mapping[str, Any], index: int | None = None) -> PromptRow:
         columns = {**known, **columns}
     which = f"the row with the prompt {example.get('prompt')!r:.200}" if index is None else f"row {index}"
     try:
+        # Arrow has filled mappings up with the keys of other rows, as null; a schema would be shown with them.
+        nested = {key: value for key, value in columns.items() if isinstance(value, dict | list)}
+        for key in nested.keys() - set(IMAGE_COLUMNS):
+            columns[key] = to_jsonable(nested[key], drop_none=True)
         row = parse_row(columns, index or 0, "prompt")[0]
     except BadRow as error:
         raise DataError(f"{which} of the dataset: {error}") from error

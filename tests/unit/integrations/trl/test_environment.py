@@ -156,6 +156,28 @@ def test_rows_are_read_as_from_a_data_file() -> None:
         read_row({**example, "agent_name": 7})
 
 
+def test_keys_that_arrow_filled_up_are_left_out() -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def row(name: str, argument: str) -> dict[str, object]:
+        parameters = {"type": "object", "properties": {argument: {"type": "string"}}}
+        call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": {argument: "x"}}}
+        turns = [
+            {"role": "user", "content": name},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        return {
+            "prompt": turns,
+            "tools": [{"type": "function", "function": {"name": name, "parameters": parameters}}],
+        }
+
+    rows = [row("rain_in", "city"), row("time_in", "zone")]
+    for index, example in enumerate(datasets.Dataset.from_list(rows)):
+        read = read_row(example, index)
+        assert read.columns["tools"] == rows[index]["tools"]
+        assert read.messages == rows[index]["prompt"]
+
+
 @pytest.mark.parametrize("truth", [0, False, "", 0.0])
 def test_a_ground_truth_that_counts_as_nothing_is_one(truth: object, tmp_path: Path) -> None:
     pytest.importorskip("datasets")
