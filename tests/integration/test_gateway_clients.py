@@ -205,7 +205,7 @@ async def test_an_agent_is_recorded_exactly_by_whatever_client_it_asks(
         assert [message["role"] for message in trajectory.messages] == [
             *("system", "user", "assistant", "tool", "tool", "assistant")
         ]
-        assert trajectory.extra["gateway"]["client_models"] == ["any"]
+        assert trajectory.extra["gateway"]["notes"] == ["model: any"]
         found.append((trajectory.prompt_ids, trajectory.response_ids))
     assert all(one == found[0] for one in found)
 
@@ -242,11 +242,10 @@ async def ask(agent: Any, url: str, **more: Any) -> Any:
     ("agent", "given", "words"),
     [
         (chat, {"n": 2}, "'n' is supported"),
-        (chat, {"tool_choice": "required", "tools": [CALCULATOR]}, "use 'auto'"),
+        (chat, {"logit_bias": {"3": 5}}, "logit_bias"),
         (chat, {"messages": [user("q" * 9000)]}, "no room"),
-        (responses, {"tools": [{"type": "web_search"}]}, "only functions"),
         (responses, {"previous_response_id": "resp_x"}, "has no response"),
-        (messages, {"tool_choice": {"type": "any"}}, "tool_choice"),
+        (messages, {"messages": [user("q"), {"role": "assistant", "content": "It"}]}, "prefill"),
         (messages, {"messages": [user("q" * 9000)]}, "prompt is too long"),
     ],
 )
@@ -268,6 +267,27 @@ async def test_what_is_refused_is_an_error_of_the_clients(
         engine.fail(lambda request: True, EngineError("no such ids"))
         with pytest.raises(library.APIError, match="no such ids"):
             await ask(agent, url, stream=True)
+
+
+async def test_what_cannot_change_an_answer_is_taken_by_all_clients() -> None:
+    flat = CALCULATOR["function"]
+    schema = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
+    server_tool = {"type": "web_search_20250305", "name": "web_search"}
+    own_tool = {"name": flat["name"], "input_schema": flat["parameters"]}
+    asked: list[tuple[Any, dict[str, Any]]] = [
+        (chat, {"tool_choice": "required", "tools": [CALCULATOR], "store": False, "metadata": {"a": "b"}}),
+        (chat, {"messages": [user("q"), {"role": "developer", "content": "be brief"}]}),
+        (
+            responses,
+            {"tools": [{"type": "web_search"}, {"type": "function", **flat}], "text": {"format": schema}},
+        ),
+        (responses, {"instructions": "a", "input": [{"role": "developer", "content": "b"}, user("q")]}),
+        (messages, {"tools": [server_tool, own_tool], "tool_choice": {"type": "any"}}),
+        (messages, {"system": "a", "messages": [user("q"), {"role": "system", "content": "in /tmp"}]}),
+    ]
+    async with started(ScriptedEngine()) as engine, session(engine) as (_, url):
+        for agent, more in asked:
+            await ask(agent, url, **more)
 
 
 async def test_clients_wait_for_an_engine_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:

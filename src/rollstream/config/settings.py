@@ -259,6 +259,7 @@ class GatewaySettings:
     env: dict[str, Any]
     pass_env: list[Text]
     client_sampling: bool
+    strict: bool
     train_side_calls: bool
     max_calls: Count
     max_bytes: Count

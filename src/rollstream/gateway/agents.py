@@ -38,7 +38,7 @@ no charge, when the engine is back: else an agent's own time limit would run mea
 _HIDDEN = ("ground_truth", "reward_model", "answer", "solution")
 """Parts of a prompt row that an agent is not shown: it could read there what it is to find."""
 
-_AGENTS_OWN = ("client_sampling", "train_side_calls", "max_calls", "max_bytes")
+_AGENTS_OWN = ("client_sampling", "strict", "train_side_calls", "max_calls", "max_bytes")
 """Options of every such loop that decide its data."""
 
 _GUESS = (
@@ -239,7 +239,8 @@ def shared_endpoint(
 ) -> SharedEndpoint:
     """The endpoint of a worker's agents."""
     limit = resources.max_model_len or resources.engine.capabilities.max_model_len
-    return SharedEndpoint(lambda: Endpoint(MODEL, limit, client_sampling=settings.client_sampling), beside)
+    chosen = {"client_sampling": settings.client_sampling, "strict": settings.strict}
+    return SharedEndpoint(lambda: Endpoint(MODEL, limit, **chosen), beside)
 
 
 def shown_row(row: Mapping[str, Any], image_urls: Sequence[str] = ()) -> dict[str, Any]:

@@ -12,7 +12,6 @@ not looked at.
 
 import asyncio
 import logging
-import math
 import resource
 import secrets
 import uuid
@@ -26,10 +25,16 @@ import orjson
 from aiohttp import web
 
 from rollstream.chat.wires.anthropic_messages import MessagesWire
-from rollstream.chat.wires.exchange import SAMPLING, Answer, Asked, Wire
+from rollstream.chat.wires.exchange import Answer, Asked, Wire
 from rollstream.chat.wires.openai_chat import ChatWire
 from rollstream.chat.wires.openai_responses import ResponsesWire
-from rollstream.chat.wires.requests import RequestError, error_headers, refusal_of, request_object
+from rollstream.chat.wires.requests import (
+    NEUTRAL,
+    RequestError,
+    error_headers,
+    refusal_of,
+    request_object,
+)
 from rollstream.errors import DataError
 from rollstream.gateway.recorder import Call, Recorder
 from rollstream.gateway.sessions import Turn
@@ -51,9 +56,6 @@ SESSION_HEADER = "X-Session-ID"
 
 CALL_HEADER = "X-Rollstream-Call"
 """`side`: the call has no part in the rollout's answer. In a body: `{"rollstream": {"call": "side"}}`."""
-
-OVERRIDDEN_HEADER = "x-rollstream-overridden"
-"""Names the parameters of a request that were answered in the run's own way."""
 
 _LAST_ANSWERS_S = 1.0
 """For answers that are being sent, when the server ends."""
@@ -77,16 +79,7 @@ _DEPTH, _DEPTH_WRITTEN = 60, 254
 something around it."""
 
 _LOGGED = 100
-"""What the log tells of at most, once each: models and parameters that agents ask for and do not get."""
-
-_OFF: Mapping[str, Any] = {
-    "min_p": 0,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "parallel_tool_calls": True,
-}
-"""Values that ask for nothing."""
+"""What the log tells of at most, once each: models, parameters and tools that agents ask for and do not get."""
 
 _WIRES: Mapping[str, Wire] = {
     "chat/completions": ChatWire(),
@@ -114,17 +107,20 @@ class Endpoint:
         max_model_len: int | None,
         *,
         client_sampling: bool = False,
+        strict: bool = False,
         max_sessions: int = 4096,
     ) -> None:
         """Args:
         model: what the model is called.
         max_model_len: told to those who ask what the model can take.
         client_sampling: whether clients choose how their calls are sampled; else the run's sampling wins.
+        strict: whether what is not done as asked is refused; else it is noted where no answer would change.
         max_sessions: that may be open at once.
         """
         self._model = model
         self._max_model_len = max_model_len
         self._client_sampling = client_sampling
+        self._strict = strict
         self._max_sessions = max_sessions
         self._sessions: dict[str, _Open] = {}
         self._logged: set[str] = set()
@@ -237,7 +233,7 @@ class Endpoint:
     ) -> web.StreamResponse:
         recorder = session.recorder
         with recorder.noting():
-            asked = wire.read(body, images=recorder.takes_images)
+            asked = wire.read(body, images=recorder.takes_images, strict=self._strict)
             if asked.previous is not None:
                 asked = _continued(asked, session.responses)
             call = self._call(asked, recorder, f"{wire.prefix}{uuid.uuid4().hex}", request)
@@ -254,11 +250,9 @@ class Endpoint:
                 completion = replace(completion, finish_reason="length")
             return Answer(turn.name, self._model, prompt_ids, turn.message, completion, turn.stop)
 
-        headers = {OVERRIDDEN_HEADER: ", ".join(call.overridden)} if call.overridden else {}
         if asked.stream:
-            headers["Cache-Control"] = "no-cache"
-            return await _stream(wire, asked, answered(), headers, request)
-        return json_response(wire.body(asked, await answered()), headers=headers)
+            return await _stream(wire, asked, answered(), request)
+        return json_response(wire.body(asked, await answered()))
 
     def _call(self, asked: Asked, recorder: Recorder, name: str, request: Request) -> Call:
         """What is asked for, as the run allows it.
@@ -273,33 +267,35 @@ class Endpoint:
                 "the run keeps no log-probs: set actor_rollout_ref.rollout.calculate_log_probs",
                 param="logprobs",
             )
-        client_model = asked.model if asked.model not in (None, self._model) else None
-        if client_model is not None:
-            self._log_once(f"model={client_model[:100]!r}", f"{self._model} answers")
+        notes = dict(asked.notes)
+        if asked.model not in (None, self._model):
+            notes["model"] = asked.model
         wishes = {
-            name: value for name, value in asked.wishes.items() if not _is_met(name, value, recorder.sampling)
+            name: value
+            for name, value in asked.sampling.items()
+            if not _is_met(name, value, recorder.sampling)
         }
-        sampling = None
-        if self._client_sampling and (
-            chosen := {name: wishes.pop(name) for name in SAMPLING if name in wishes}
-        ):
-            sampling = _sampling(chosen, recorder)
-        for wish in wishes:
-            self._log_once(wish, "the run decides it, and each trajectory says so")
+        sampling = _sampling(wishes, recorder) if self._client_sampling and wishes else None
+        if sampling is None:
+            notes |= wishes
+        for asked_for, value in notes.items():
+            self._log_once(f"model={_short(value)}" if asked_for == "model" else asked_for)
         return Call(
             asked.messages,
             asked.tools,
             asked.max_tokens,
             tuple(text for text in asked.stops if text),
             sampling=sampling,
-            own_seed="seed" in asked.wishes and sampling is not None,
-            overridden={name: _short(value) for name, value in wishes.items()},
-            client_model=client_model,
+            own_seed="seed" in asked.sampling and sampling is not None,
+            deferred=asked.deferred,
+            notes={asked_for: _short(value) for asked_for, value in notes.items()},
             name=name,
         )
 
-    def _log_once(self, asked: str, answered: str) -> None:
-        self.log_once(asked, f"agents ask for {asked}: {answered}")
+    def _log_once(self, asked: str) -> None:
+        self.log_once(
+            asked, f"agents ask for {asked}, which is not done as asked: each trajectory's notes say so"
+        )
 
     def log_once(self, about: str, text: str, *, level: int = logging.INFO) -> None:
         """Logs what concerns many rollouts, the first time that it does."""
@@ -311,7 +307,7 @@ class Endpoint:
         recorder = self._session(request).recorder
         body = {"max_tokens": 1, **await request_object(request)}
         _check_depth(body)
-        asked = _WIRES["messages"].read(body, images=recorder.takes_images)
+        asked = _WIRES["messages"].read(body, images=recorder.takes_images, strict=self._strict)
         return json_response({"input_tokens": await recorder.count_tokens(asked.messages, asked.tools)})
 
     async def _models(self, request: Request) -> web.Response:
@@ -403,7 +399,7 @@ def _is_met(name: str, value: Any, run: SamplingParams) -> bool:
         return bool(value == run.top_k or (value <= 0 and run.top_k <= 0))
     if name in ("temperature", "top_p"):
         return bool(value == getattr(run, name))
-    return name in _OFF and bool(value == run.extra.get(name, _OFF[name]))
+    return name in NEUTRAL and bool(value == run.extra.get(name, NEUTRAL[name]))
 
 
 def _sampling(chosen: dict[str, Any], recorder: Recorder) -> SamplingParams:
@@ -427,21 +423,18 @@ def _sampling(chosen: dict[str, Any], recorder: Recorder) -> SamplingParams:
     return replace(sampling, seed=seed % 2**31)
 
 
-def _short(value: Any) -> Any:
-    """A wish as trajectories tell of it."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, int | float | bool):
-        return value
+def _short(value: Any) -> str:
+    """A value as notes show it."""
     text = value if isinstance(value, str) else orjson.dumps(value).decode()
     return text if len(text) <= 100 else text[:99] + "…"
 
 
 async def _stream(
-    wire: Wire, asked: Asked, answered: Coroutine[Any, Any, Answer], headers: dict[str, str], request: Request
+    wire: Wire, asked: Asked, answered: Coroutine[Any, Any, Answer], request: Request
 ) -> web.StreamResponse:
     """Sends an answer as a stream. Until it is there, the stream is kept alive."""
     work = asyncio.create_task(answered)
+    headers = {"Cache-Control": "no-cache"}
     try:
         await asyncio.wait((work,), timeout=_HEADERS_S)
         if work.done():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import orjson
@@ -35,6 +35,9 @@ _FIRST_PROBE_S, _PROBE_S_MAX = 0.2, 1.0
 
 _NAMED = 8
 """Values of a parameter that a trajectory's `extra` names at most."""
+
+_NOTES = 50
+"""Notes of a session at most."""
 
 _CHARS_A_TOKEN = 8
 """More than usual text has: a call with more than the model's length of those is counted in pieces first."""
@@ -69,10 +72,10 @@ class Call:
     """How to sample in place of the run's way, where the run allows it."""
     own_seed: bool = False
     """Whether the seed is the client's: then it goes to the engine as it is."""
-    overridden: Mapping[str, Any] = field(default_factory=dict)
-    """What the client asked for and did not get, for the run decides it."""
-    client_model: str | None = None
-    """What the client calls the model, where that is another name than the run's."""
+    deferred: Sequence[dict[str, Any]] = ()
+    """Schemas that the messages show, beside `tools`."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What the client asked for that is not done as asked, by name."""
     name: str | None = None
     """Of the answer; None: one is made."""
     is_side_call: bool = False
@@ -116,6 +119,7 @@ class Recorder:
         self._limits = limits or Limits()
         self._engine_wait = engine_wait
         self._notes: dict[str, Any] = {}
+        self._noted: set[str] = set()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -204,7 +208,7 @@ class Recorder:
                 sampling = replace(sampling, seed=turn_seed(sampling.seed, place))
             in_thinking = self._loop.resources.template.in_thinking(context)
             completion = await self._generate(context, sampling, ask, gone=gone)
-            message, stop = self._read(completion, ask, call.stop, in_thinking=in_thinking)
+            message, stop = self._read(completion, ask, call, in_thinking=in_thinking)
             if gone():
                 raise asyncio.CancelledError  # as the server is about to cancel it
         except BaseException:
@@ -233,7 +237,8 @@ class Recorder:
           that the chat template leaves out of a conversation that it renders anew.
         - `rendered_again_tokens`: sampled for answers that the client sent back in a history of its own making:
           their texts were rendered, and stand in the prompt as the template writes them.
-        - `overridden`, `client_sampling`, `client_models`: what calls of the session asked for, distinct values.
+        - `client_sampling`: what calls of the session chose, distinct values.
+        - `notes`: what calls of the session asked for that was not done as asked.
         - `replaced_surrogates`: lone surrogates that became U+FFFD, in the request that had most.
         """
         recorded = find_branches(
@@ -340,15 +345,19 @@ class Recorder:
             self._notes["replaced_surrogates"] = max(replaced, self._notes.get("replaced_surrogates", 0))
 
     def _note(self, call: Call) -> None:
-        noted: list[tuple[str, str, Any]] = [("overridden", *one) for one in call.overridden.items()]
+        notes = {**call.notes, **self._templates.notes}
+        if self.session.system_changed:
+            notes["system text"] = "differs from call to call"
+        for name, value in notes.items():
+            if name not in self._noted and len(self._noted) < _NOTES:
+                self._noted.add(name)
+                self._notes.setdefault("notes", []).append(f"{name}: {value}")
         if call.sampling is not None:
             for name in ("temperature", "top_p", "top_k", "seed"):
                 if (value := getattr(call.sampling, name)) != getattr(self.sampling, name):
-                    noted.append(("client_sampling", name, value))
-        for part, name, value in noted:
-            _add(self._notes.setdefault(part, {}).setdefault(name, []), value)
-        if call.client_model is not None:
-            _add(self._notes.setdefault("client_models", []), call.client_model)
+                    values = self._notes.setdefault("client_sampling", {}).setdefault(name, [])
+                    if value not in values and len(values) < _NAMED:
+                        values.append(value)
 
     async def _generate(
         self,
@@ -416,7 +425,7 @@ class Recorder:
         )
 
     def _read(
-        self, completion: Completion, ask: Ask, stops: Sequence[str], *, in_thinking: bool
+        self, completion: Completion, ask: Ask, call: Call, *, in_thinking: bool
     ) -> tuple[Message, str | None]:
         """The answer as a message, and the client's stop text that ended it.
 
@@ -427,11 +436,12 @@ class Recorder:
             message = {**completion.message, "content": completion.message.get("content") or ""}
             if calls := message.pop("tool_calls", None):
                 given = zip(calls, calls_of(completion.message), strict=True)
-                if readable := [call for call, read in given if read.error is None]:
+                if readable := [one for one, read in given if read.error is None]:
                     message["tool_calls"] = readable
             return message, None
-        ids, stop = completion.token_ids, None
-        parsed = resources.parse(ids, in_thinking=in_thinking, tools=ask.tools)
+        ids, stop, stops = completion.token_ids, None, call.stop
+        tools = [*ask.tools, *call.deferred]
+        parsed = resources.parse(ids, in_thinking=in_thinking, tools=tools)
         if stops and completion.finish_reason == "stop" and ids:
             text = tokenizer.decode(ids, skip_special_tokens=False)
             last = len(tokenizer.decode(ids[:-1], skip_special_tokens=False))
@@ -439,13 +449,13 @@ class Recorder:
             places = ((text.find(one, max(0, last - len(one) - _NAMED)), one) for one in stops)
             if found := min((place for place in places if place[0] >= 0), default=None):
                 stop = found[1]
-                parsed = resources.parser.parse(text[: found[0]], in_thinking=in_thinking, tools=ask.tools)
+                parsed = resources.parser.parse(text[: found[0]], in_thinking=in_thinking, tools=tools)
         calls = identified(parsed.calls, resources.template, turn=ask.serial)
         special = sorted(tokenizer.special_ids.intersection(ids))
         message = assistant_message(
             replace(parsed, calls=tuple(calls)),
             [tokenizer.decode([token], skip_special_tokens=False) for token in special],
-            tools=bool(ask.tools),
+            tools=bool(tools),
         )
         return message, stop
 
@@ -489,11 +499,6 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inner)
 
 
-def _add(values: list[Any], value: Any) -> None:
-    if value not in values and len(values) < _NAMED:
-        values.append(value)
-
-
 class _Templates:
     """Renders by the model's chat template; no special token in a message ends a turn or begins one."""
 
@@ -501,6 +506,8 @@ class _Templates:
         self._loop = loop
         self.images: dict[str, str] = {}
         """As the engine takes them, by what their parts of messages say."""
+        self.notes: dict[str, str] = {}
+        """Says what is shown in another form than it was sent in."""
 
     def images_of(self, messages: Sequence[Message]) -> list[str]:
         """All images that messages show, in order."""
@@ -513,7 +520,7 @@ class _Templates:
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, first: bool
     ) -> tuple[Sequence[Message], Sequence[int]]:
         schemas = list(tools)
-        placed = self._loop.tokenizer.form.placed(list(messages))
+        placed = self._placed(messages)
         shown = [self._escaped(message) for message in placed]
         if images := self._pixels(messages):
             processor = self._loop.resources.images.processor  # type: ignore[union-attr]
@@ -541,7 +548,7 @@ class _Templates:
             shown[:0] = template.tool_messages(
                 [call for call, _ in results], [content for _, content in results]
             )
-        shown = self._loop.tokenizer.form.placed([turn.message, *shown])[1:]
+        shown = self._placed([turn.message, *shown])[1:]
         ids = template.ids_after(
             [*turn.ask.messages, turn.message],
             shown,
@@ -550,6 +557,14 @@ class _Templates:
             images=self._pixels(shown),
         )
         return shown, ids
+
+    def _placed(self, messages: Sequence[Message]) -> list[Message]:
+        placed = self._loop.tokenizer.form.placed(list(messages))
+        roles = [message["role"] for message in messages]
+        turns = sum(before != "system" == role for before, role in pairwise(["", *roles]))
+        if turns > sum(message["role"] == "system" for message in placed):
+            self.notes["system message"] = "shown in a user's turn"
+        return placed
 
     def _pixels(self, messages: Sequence[Message]) -> list[Any]:
         """Of each image. What is new only is decoded here, without a thread: a session begins a call at once."""

@@ -59,7 +59,7 @@ _SPARE_CONNECTIONS = 256
 
 _USED = (
     *("seed", "engine_timeout", "save_batch_size", "pull_timeout", "retry_failed", "log_level"),
-    *("client_sampling", "train_side_calls", "max_calls", "max_bytes"),
+    *("client_sampling", "strict", "train_side_calls", "max_calls", "max_bytes"),
 )
 """Keys of `generation` and `gateway` that have an effect here."""
 
@@ -177,6 +177,7 @@ async def _serve(
         "rollstream",
         resources.max_model_len,
         client_sampling=settings.gateway.client_sampling,
+        strict=settings.gateway.strict,
         max_sessions=options.max_sessions,
     )
     service = SessionService(

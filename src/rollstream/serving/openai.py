@@ -8,13 +8,19 @@ from typing import Any
 from aiohttp import web
 
 from rollstream.chat.wires import openai_chat as wire
-from rollstream.chat.wires.requests import RequestError, read_parameters, request_object
+from rollstream.chat.wires.requests import (
+    HARMLESS,
+    NEUTRAL,
+    RequestError,
+    read_parameters,
+    request_object,
+)
 from rollstream.serving.model import ServedModel
 from rollstream.serving.service import EngineRequest, EngineService, build_sampling, samples
 from rollstream.trajectory import Completion
 from rollstream.web import Request, Route, json_response
 
-_NEUTRAL = {**wire.NEUTRAL, "suffix": "", "best_of": 1}
+_NEUTRAL = {**NEUTRAL, "suffix": "", "best_of": 1}
 
 _COMPLETION_TOKENS = 16
 """Where a request for a completion does not say, as at OpenAI."""
@@ -73,7 +79,7 @@ class OpenAIRoutes:
     async def complete(self, request: Request) -> web.Response:
         """Texts or token ids in, text out, and token ids if asked for."""
         asked = read_parameters(
-            await request_object(request), CompletionRequest, harmless=wire.HARMLESS, neutral=_NEUTRAL
+            await request_object(request), CompletionRequest, harmless=HARMLESS, neutral=_NEUTRAL
         )
         self._check(asked.model)
         asked.check_stream_options()

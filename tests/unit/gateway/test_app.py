@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rollstream.agent.images import ImageReader
 from rollstream.errors import EngineError
 from rollstream.gateway import app
-from rollstream.gateway.app import OVERRIDDEN_HEADER, SESSION_HEADER, Endpoint
+from rollstream.gateway.app import SESSION_HEADER, Endpoint
 from rollstream.gateway.recorder import Recorder
 from rollstream.testing.scripted import AnswerRule, ScriptedEngine, ScriptedRequest
 from rollstream.web import HTTPError, Request
@@ -68,7 +68,8 @@ class Client:
 
 @asynccontextmanager
 async def served(engine: ScriptedEngine, **given: Any) -> AsyncIterator[Client]:
-    endpoint = Endpoint("m", 4096, client_sampling=given.pop("client_sampling", False))
+    options = {name: given.pop(name) for name in ("client_sampling", "strict") if name in given}
+    endpoint = Endpoint("m", 4096, **options)
     recorder, _ = recorder_of(engine, **given)
     async with endpoint.serving(), aiohttp.ClientSession() as http:
         with endpoint.open(recorder) as url:
@@ -221,7 +222,6 @@ async def test_what_is_nested_deeply_ends_no_rollout(deep: bytes) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"n": 2}, "'n'"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logit_bias": {"3": 5}}, "logit_bias"),
@@ -247,37 +247,39 @@ async def test_what_cannot_be_meant_is_refused_and_ends_no_rollout(given: dict[s
 
 
 @pytest.mark.parametrize(
-    ("given", "overridden"),
+    ("given", "notes"),
     [
-        ({"temperature": 0.0, "top_p": 0.5}, {"temperature": [0.0], "top_p": [0.5]}),
-        ({"temperature": 1, "top_p": 1.0, "top_k": 0, "presence_penalty": 0, "min_p": 0}, {}),
-        ({"frequency_penalty": 0.5, "seed": 5}, {"frequency_penalty": [0.5], "seed": [5]}),
-        (
-            {"reasoning_effort": "low", "parallel_tool_calls": False},
-            {"reasoning_effort": ["low"], "parallel_tool_calls": [False]},
-        ),
-        ({"parallel_tool_calls": True}, {}),
+        ({"temperature": 0.0, "top_p": 0.5}, ["temperature: 0.0", "top_p: 0.5"]),
+        ({"temperature": 1, "top_p": 1.0, "top_k": 0, "presence_penalty": 0, "min_p": 0}, []),
+        ({"frequency_penalty": 0.5, "seed": 5}, ["frequency_penalty: 0.5", "seed: 5"]),
+        ({"reasoning_effort": "low", "parallel_tool_calls": True}, ["reasoning_effort: low"]),
+        ({"tool_choice": "required", "store": False}, ["tool_choice: required", "store: false"]),
+        ({"tools": [TOOL, {"type": "web_search"}]}, ["tool web_search: left out"]),
     ],
 )
-async def test_the_runs_sampling_wins_and_it_is_said(
-    given: dict[str, Any], overridden: Any, caplog: pytest.LogCaptureFixture
+async def test_what_is_not_done_as_asked_is_noted(
+    given: dict[str, Any], notes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     engine = await started()
     async with served(engine) as client:
-        assert (await client.post({**ASK[CHAT], **given, "model": "theirs"}))[0] == 200
-        assert (await client.post({**ASK[CHAT], **given, "model": "theirs", "max_tokens": 9}))[0] == 200
-        named = client.headers.get(OVERRIDDEN_HEADER, "")
+        for more in ({}, {"max_tokens": 9}):
+            assert (await client.post({**ASK[CHAT], **given, "model": "theirs", **more}))[0] == 200
         trajectory = client.recorder.trajectories()[-1]
-    for asked in ("model='theirs'", *overridden):
-        assert caplog.text.count(f"agents ask for {asked}:") == 1
-    assert set(filter(None, named.split(", "))) == overridden.keys()
-    about = trajectory.extra["gateway"]
-    assert about.get("overridden", {}) == overridden
-    assert about["client_models"] == ["theirs"]
+    assert sorted(trajectory.extra["gateway"]["notes"]) == sorted([*notes, "model: theirs"])
+    for note in notes:
+        assert caplog.text.count(f"agents ask for {note.partition(':')[0]},") == 1
     request = engine.requests[0]
     assert (request.sampling.temperature, request.sampling.top_p) == (1.0, 1.0)
     assert request.sampling.seed not in (5, None)
+
+
+async def test_a_strict_gateway_refuses_what_it_does_not_do() -> None:
+    engine = await started()
+    async with served(engine, strict=True) as client:
+        for wrong in ({"tool_choice": "required"}, {"unheard_of": 1}, {"tools": [{"type": "web_search"}]}):
+            assert (await client.post({**ASK[CHAT], **wrong}))[0] == 400
+        assert (await client.post({**ASK[CHAT], "store": False, "temperature": 0.5}))[0] == 200
 
 
 async def test_clients_choose_the_sampling_where_the_run_lets_them() -> None:
@@ -286,7 +288,6 @@ async def test_clients_choose_the_sampling_where_the_run_lets_them() -> None:
         asked = {"temperature": 0.5, "top_k": 9, "seed": 2**31 + 5}
         for _ in range(2):
             assert (await client.post({**ASK[CHAT], **asked, "reasoning_effort": "low"}))[0] == 200
-            assert client.headers[OVERRIDDEN_HEADER] == "reasoning_effort"
         trajectory = client.recorder.trajectories()[-1]
         for wrong in ({"temperature": -1}, {"top_p": 2}, {"seed": 0.5}, {"min_p": 0.1}):
             status, body = await client.post({**ASK[CHAT], **wrong})

@@ -152,10 +152,10 @@ async def test_thinking_that_a_fresh_rendering_would_leave_out_is_counted(name: 
 async def test_a_history_of_the_clients_making_is_counted() -> None:
     engine = await started(response_tokens=6)
     recorder, _ = recorder_of(engine)
-    messages = await ask(recorder, [user("q")], overridden={"temperature": 0.0}, client_model="gpt")
+    messages = await ask(recorder, [user("q")], notes={"temperature": "0.0"})
     await ask(recorder, [user("so far"), messages[1], user("more")])
     first, second = recorder.trajectories()
-    asked = {"overridden": {"temperature": [0.0]}, "client_models": ["gpt"]}
+    asked = {"notes": ["temperature: 0.0"]}
     assert first.extra["gateway"] == asked
     assert second.extra["gateway"] == {"rendered_again_tokens": 6, **asked}
     assert (first.is_snapshot, second.is_snapshot) == (True, False)

@@ -4,44 +4,34 @@ Source: https://platform.claude.com/docs/en/api/messages.
 """
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import orjson
 
 from rollstream.chat.messages import Part
+from rollstream.chat.tool_schema import schema_json
 from rollstream.chat.wires.exchange import (
     Answer,
     Asked,
+    Notes,
     as_it_is,
     conversation,
     image,
     listed,
-    may_call,
     named_events,
-    take_wishes,
+    read_tools,
+    take_sampling,
     text_of,
     tool_schema,
 )
-from rollstream.chat.wires.openai_chat import read_tools
-from rollstream.chat.wires.requests import RequestError, read_parameters
+from rollstream.chat.wires.requests import RequestError
 from rollstream.trajectory import Message
 from rollstream.web import HTTPError
 
-_HARMLESS = frozenset(
-    (
-        "cache_control",
-        "diagnostics",
-        "inference_geo",
-        "metadata",
-        "service_tier",
-        "speed",
-        "user_profile_id",
-        "workspace_id",
-    )
-)
-_NEUTRAL: dict[str, Any] = {"mcp_servers": []}
-_TOOL_NEUTRAL: dict[str, Any] = {"type": "custom", "defer_loading": False}
+_HINTS = ("thinking", "context_management")
+"""How much to think, and what to forget of it: the model and its template decide that."""
 _BILLING = "x-anthropic-billing-header:"
 """Begins a block of Claude Code's before its prompt: a line for the provider, with another checksum in each call."""
 _NO_THREADS = "thread_unsupported_request"
@@ -77,47 +67,48 @@ class MessagesWire:
     prefix = "msg_"
     keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def read(self, body: Mapping[str, Any], *, images: bool) -> Asked:
+    def read(self, body: Mapping[str, Any], *, images: bool, strict: bool = False) -> Asked:
         """Reads a request."""
-        given = dict(body)
+        given, notes = dict(body), Notes(strict=strict)
         if given.get("thread"):
             raise RequestError(
                 "threads are not held here: send all messages", param="thread", code=_NO_THREADS
             )
-        wishes = take_wishes(given, ("thinking", "context_management"))
-        asked = read_parameters(given, MessagesRequest, harmless=_HARMLESS, neutral=_NEUTRAL)
-        if asked.output_config.get("format") is not None:
-            raise RequestError(
-                "output_config.format is not supported: nothing here makes an answer follow a schema",
-                param="output_config.format",
-            )
+        sampling = take_sampling(given)
+        notes.update({name: value for name in _HINTS if (value := given.pop(name, None)) is not None})
+        asked = notes.read(given, MessagesRequest)
+        if (form := asked.output_config.get("format")) is not None:
+            notes.add("output_config.format", form, "nothing here makes an answer follow a schema")
         if effort := asked.output_config.get("effort"):
-            wishes["effort"] = effort
-        tools = read_tools([_tool(one, where) for where, one in listed(asked.tools, "tools")])
-        choice = asked.tool_choice
-        if choice.get("disable_parallel_tool_use"):
-            wishes["parallel_tool_calls"] = False
+            notes["effort"] = effort
+        if asked.tool_choice.get("disable_parallel_tool_use"):
+            notes["parallel_tool_calls"] = False
+        tools, deferred = _read_tools(asked.tools, notes)
         system = _read_content(asked.system, "system", images=False)
         if isinstance(system, list) and system and system[0]["text"].startswith(_BILLING):
             system = system[1:]
+            notes["billing header"] = "left out"
         read: list[Message] = [{"role": "system", "content": system}] if system else []
         for where, message in listed(asked.messages, "messages"):
-            read += _read_message(message, where, images)
+            read += _read_message(message, where, images, deferred)
         messages = conversation(read, "messages", as_it_is)
-        if messages[-1]["role"] not in ("user", "tool"):
+        if messages[-1]["role"] == "assistant":
             raise RequestError(
                 "the conversation must end with a user message: an answer that is begun already (prefill) is "
                 "not supported",
                 param="messages",
             )
+        shows_tools = notes.shows_tools(asked.tool_choice)
         return Asked(
             messages,
-            tools if may_call(choice, choice.get("type")) else [],
+            tools if shows_tools else [],
             asked.model,
             asked.max_tokens,
             tuple(asked.stop_sequences),
             asked.stream,
-            wishes=wishes,
+            sampling=sampling,
+            notes=notes,
+            deferred=[*deferred.values()] if shows_tools else [],
             raw=asked,
         )
 
@@ -165,23 +156,39 @@ class MessagesWire:
         return named_events([self.error(error)])
 
 
-def _tool(one: Mapping[str, Any], where: str) -> dict[str, Any]:
-    for name, value in _TOOL_NEUTRAL.items():
-        if one.get(name) not in (None, value):
-            raise RequestError(
-                f"{where}.{name} is {one[name]!r}: only tools of the client's, shown as they are, are supported",
-                param=where,
-            )
-    return tool_schema(one, "input_schema")
+def _read_tools(tools: Any, notes: Notes) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """The client's tools, and by name those that are shown when a message refers to them."""
+    schemas, is_deferred = [], []
+    for where, tool in listed(tools, "tools"):
+        if tool.get("type") not in (None, "custom") or (notes.strict and tool.get("defer_loading")):
+            notes.leave_out_tool(tool, where)
+        else:
+            schemas.append(tool_schema(tool, "input_schema"))
+            is_deferred.append(bool(tool.get("defer_loading")))
+    read = [*zip(read_tools(schemas), is_deferred, strict=True)]
+    deferred = {schema["function"]["name"]: schema for schema, later in read if later}
+    return [schema for schema, later in read if not later], deferred
 
 
-def _read_content(content: Any, where: str, images: bool) -> str | list[Part]:
+def _read_content(
+    content: Any, where: str, images: bool, deferred: Mapping[str, dict[str, Any]] = MappingProxyType({})
+) -> str | list[Part]:
     if isinstance(content, str):
         return content
-    return [_read_part(block, place, images) for place, block in listed(content, where)]
+    parts = []
+    for place, block in listed(content, where):
+        if block.get("type") == "tool_reference":  # what a search for tools has found is shown there
+            name = text_of(block, "tool_name", place)
+            text = schema_json(deferred[name]).decode() if name in deferred else name
+            parts.append({"type": "text", "text": text})
+        else:
+            parts.append(_read_part(block, place, images))
+    return parts
 
 
-def _read_message(message: Mapping[str, Any], where: str, images: bool) -> list[Message]:
+def _read_message(
+    message: Mapping[str, Any], where: str, images: bool, deferred: Mapping[str, dict[str, Any]]
+) -> list[Message]:
     role, content = message.get("role"), message.get("content")
     if role == "system":
         return [{"role": "system", "content": _read_content(content, f"{where}.content", images=False)}]
@@ -190,7 +197,7 @@ def _read_message(message: Mapping[str, Any], where: str, images: bool) -> list[
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     blocks = listed(content, f"{where}.content")
-    return [_read_answer(blocks)] if role == "assistant" else list(_read_user(blocks, images))
+    return [_read_answer(blocks)] if role == "assistant" else list(_read_user(blocks, images, deferred))
 
 
 def _read_answer(blocks: Iterator[tuple[str, dict[str, Any]]]) -> Message:
@@ -214,7 +221,9 @@ def _read_answer(blocks: Iterator[tuple[str, dict[str, Any]]]) -> Message:
     return message
 
 
-def _read_user(blocks: Iterator[tuple[str, dict[str, Any]]], images: bool) -> Iterator[Message]:
+def _read_user(
+    blocks: Iterator[tuple[str, dict[str, Any]]], images: bool, deferred: Mapping[str, dict[str, Any]]
+) -> Iterator[Message]:
     """A user's message; results of tools in it are messages of their own."""
     parts: list[Part] = []
     some = False
@@ -226,7 +235,7 @@ def _read_user(blocks: Iterator[tuple[str, dict[str, Any]]], images: bool) -> It
         if parts:
             yield {"role": "user", "content": parts}
             parts = []
-        content = _read_content(block.get("content") or "", f"{where}.content", images)
+        content = _read_content(block.get("content") or "", f"{where}.content", images, deferred)
         yield {"role": "tool", "tool_call_id": text_of(block, "tool_use_id", where), "content": content}
     if parts or not some:
         yield {"role": "user", "content": parts}

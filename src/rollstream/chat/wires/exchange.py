@@ -12,7 +12,15 @@ from typing import Any, Protocol
 import orjson
 
 from rollstream.chat.messages import MessageError, Part, read_messages
-from rollstream.chat.wires.requests import RequestError
+from rollstream.chat.tool_schema import check_names_differ, check_tool_schema
+from rollstream.chat.wires.requests import (
+    HARMLESS,
+    NEUTRAL,
+    RequestError,
+    StructT,
+    read_parameters,
+    unsupported,
+)
 from rollstream.trajectory import Completion, Message
 from rollstream.web import HTTPError
 
@@ -41,9 +49,14 @@ class Asked:
     stops: tuple[str, ...] = ()
     stream: bool = False
     logprobs: bool = False
-    wishes: Mapping[str, Any] = field(default_factory=dict)
-    """Of `SAMPLING`, how much to think, one call at a time: what a run may answer in its own way, if it says
-    so."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Of `SAMPLING`: what the run may decide in its own way, if it says so."""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """What else the request asks for that is not done, by name."""
+    deferred: Sequence[dict[str, Any]] = ()
+    """Schemas of tools that the messages show, not the beginning of the prompt."""
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Of tools that have one: namespace and own name, by the name that is shown."""
     previous: str | None = None
     """The answer that the messages go on after; its conversation is not among them."""
     has_instructions: bool = False
@@ -87,8 +100,14 @@ class Wire(Protocol):
     keep_alive: bytes
     """What a stream says while the answer is awaited."""
 
-    def read(self, body: Mapping[str, Any], *, images: bool) -> Asked:
-        """Reads a request. `images`: whether the model can be shown some."""
+    def read(self, body: Mapping[str, Any], *, images: bool, strict: bool = False) -> Asked:
+        """Reads a request.
+
+        Args:
+            body: of the request.
+            images: whether the model can be shown some.
+            strict: what would be noted and passed over is refused, but for what is harmless.
+        """
         ...
 
     def body(self, asked: Asked, answer: Answer) -> dict[str, Any]:
@@ -115,14 +134,13 @@ def named_events(events: Iterable[Mapping[str, Any]]) -> bytes:
     )
 
 
-def take_wishes(body: dict[str, Any], more: Iterable[str] = ()) -> dict[str, Any]:
-    """Takes the parameters of `SAMPLING`, and more, out of a body. Raises `RequestError`: one is no number."""
-    wishes = {name: body.pop(name) for name in (*SAMPLING, *more) if name in body}
-    for name in SAMPLING:
-        value = wishes.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+def take_sampling(body: dict[str, Any]) -> dict[str, Any]:
+    """Takes the parameters of `SAMPLING` out of a body. Raises `RequestError`: one is no number."""
+    sampling = {name: value for name in SAMPLING if (value := body.pop(name, None)) is not None}
+    for name, value in sampling.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise RequestError(f"{name} must be a number", param=name)
-    return {name: value for name, value in wishes.items() if value is not None}
+    return sampling
 
 
 def conversation(
@@ -191,15 +209,38 @@ def text_of(one: Mapping[str, Any], key: str, where: str, *, missing: str | None
     return value
 
 
-def may_call(choice: Any, kind: Any) -> bool:
-    """Whether the model is shown tools, by the kind of a `tool_choice`. Raises `RequestError`: it would have to."""
-    if kind not in ("auto", "none"):
-        raise RequestError(
-            f"tool_choice {choice!r} is not supported: nothing here forces a model to call a tool; use "
-            "'auto' or 'none'",
-            param="tool_choice",
-        )
-    return bool(kind == "auto")
+class Notes(dict[str, Any]):
+    """What a request asks for that is not done; where the run is strict, that is refused."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self.strict = strict
+
+    def add(self, param: str, value: Any, why: str) -> None:
+        """Notes a value of a parameter. Raises `RequestError` where the run is strict."""
+        if self.strict:
+            raise unsupported(param, f"is not supported: {why}")
+        self[param] = value
+
+    def read(self, given: Mapping[str, Any], kind: type[StructT]) -> StructT:
+        """As `read_parameters`."""
+        notes = None if self.strict else self
+        return read_parameters(given, kind, harmless=HARMLESS, neutral=NEUTRAL, notes=notes)
+
+    def shows_tools(self, choice: Any) -> bool:
+        """Whether the model is shown tools; that it has to call one is noted."""
+        kind = choice.get("type") if isinstance(choice, dict) else choice
+        if kind not in ("auto", "none"):
+            self.add("tool_choice", choice, "nothing here forces a model to call a tool")
+        return kind != "none"
+
+    def leave_out_tool(self, tool: Mapping[str, Any], where: str) -> None:
+        """Notes a tool that no client executes here."""
+        name = tool.get("name") or tool.get("type")
+        if self.strict:
+            raise RequestError(
+                f"{where} is of type {tool.get('type')!r}: only functions are supported", param=where
+            )
+        self[f"tool {name}"] = "left out"
 
 
 def tool_schema(one: Mapping[str, Any], parameters: str) -> dict[str, Any]:
@@ -209,7 +250,18 @@ def tool_schema(one: Mapping[str, Any], parameters: str) -> dict[str, Any]:
         "description": one.get("description"),
         "parameters": one.get(parameters),
     }
-    return {
-        "type": "function",
-        "function": {name: value for name, value in function.items() if value is not None},
-    }
+    return {"type": "function", "function": function}
+
+
+def read_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tool schemas as templates want them: one without parameters has none. Raises `ConfigError`: one is not whole."""
+    read = []
+    for at, tool in enumerate(tools):
+        if isinstance(tool, dict) and isinstance(function := tool.get("function"), dict):
+            function = {name: value for name, value in function.items() if value is not None}
+            if isinstance(parameters := function.get("parameters", {}), dict) and "type" not in parameters:
+                function["parameters"] = {"type": "object", "properties": {}, **parameters}
+            tool = {**tool, "function": function}
+        read.append(check_tool_schema(tool, f"tools[{at}]"))
+    check_names_differ((tool["function"]["name"] for tool in read), "tools")
+    return read

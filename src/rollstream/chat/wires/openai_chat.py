@@ -16,63 +16,19 @@ import msgspec
 import orjson
 
 from rollstream.chat.parsers.base import ParsedOutput
-from rollstream.chat.tool_schema import check_names_differ, check_tool_schema
 from rollstream.chat.wires.exchange import (
     Answer,
     Asked,
+    Notes,
     conversation,
     image_reader,
-    may_call,
-    take_wishes,
+    listed,
+    read_tools,
+    take_sampling,
 )
-from rollstream.chat.wires.requests import RequestError, Sampling, error_body, read_parameters
+from rollstream.chat.wires.requests import NEUTRAL, RequestError, Sampling, error_body, unsupported
 from rollstream.trajectory import Completion, Message
 from rollstream.web import HTTPError
-
-HARMLESS = frozenset(
-    (
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "cache_salt",
-        "priority",
-    )
-)
-"""Accepted and without a meaning: none of them changes what is sampled."""
-
-NEUTRAL: dict[str, Any] = {
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "length_penalty": 1,
-    "logit_bias": {},
-    "min_p": 0,
-    "min_tokens": 0,
-    "use_beam_search": False,
-    "response_format": {"type": "text"},
-    "spaces_between_special_tokens": True,
-    "include_stop_str_in_output": False,
-    "echo": False,
-    "add_special_tokens": False,
-}
-"""Accepted with these values, by which they ask for nothing."""
-
-_NEUTRAL_CHAT = {
-    **NEUTRAL,
-    "skip_special_tokens": True,
-    "top_logprobs": 0,
-    "parallel_tool_calls": True,
-    "modalities": ["text"],
-    "functions": [],
-    "function_call": "none",
-    "chat_template_kwargs": {},
-    "include_reasoning": True,
-    "separate_reasoning": True,
-}
 
 _NEUTRAL_AGENT: dict[str, Any] = {
     "n": 1,
@@ -81,7 +37,7 @@ _NEUTRAL_AGENT: dict[str, Any] = {
     "add_generation_prompt": True,
     "continue_final_message": False,
 }
-"""In addition, where an agent's calls are recorded."""
+"""Known parameters, which have to have these values where an agent's calls are recorded."""
 
 
 class OpenAIRequest(Sampling):
@@ -129,29 +85,33 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     continue_final_message: bool = False
 
 
-def read_chat(
-    given: Mapping[str, Any], *, neutral: Mapping[str, Any] | None = None, images: bool = False
-) -> ChatRequest:
+def read_chat(given: Mapping[str, Any], *, notes: Notes | None = None, images: bool = False) -> ChatRequest:
     """Reads the body of a request.
 
     Args:
         given: the body.
-        neutral: further names that are accepted with this value only.
+        notes: gets what is not done; None: that is refused.
         images: whether messages may show some.
 
     Raises:
         RequestError: it cannot be answered as it is.
         ConfigError: a tool's schema is not whole.
     """
-    asked = read_parameters(
-        given, ChatRequest, harmless=HARMLESS, neutral={**_NEUTRAL_CHAT, **(neutral or {})}
-    )
-    asked.check_stream_options()
+    notes = Notes(strict=True) if notes is None else notes
+    asked = notes.read(given, ChatRequest)
+    if notes.strict:
+        asked.check_stream_options()
     if asked.max_completion_tokens is not None:
         asked.max_tokens = asked.max_completion_tokens
-    shows_tools = may_call(asked.tool_choice, asked.tool_choice)
+    shows_tools = notes.shows_tools(asked.tool_choice)
     asked.messages = conversation(asked.messages, "messages", image_reader(images))
-    asked.tools = read_tools(asked.tools) if shows_tools else []
+    functions = []
+    for where, tool in listed(asked.tools, "tools"):
+        if tool.get("type", "function") == "function":
+            functions.append(tool)
+        else:
+            notes.leave_out_tool({**tool, **(tool.get("custom") or {})}, where)
+    asked.tools = read_tools(functions) if shows_tools else []
     if asked.add_generation_prompt is asked.continue_final_message:
         raise RequestError(
             "an answer either begins (add_generation_prompt) or goes on (continue_final_message): exactly "
@@ -164,14 +124,6 @@ def read_chat(
             param="continue_final_message",
         )
     return asked
-
-
-def read_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Tool schemas, word for word. Raises `ConfigError` when one is not whole."""
-    for at, tool in enumerate(tools):
-        check_tool_schema(tool, f"tools[{at}]")
-    check_names_differ((tool["function"]["name"] for tool in tools), "tools")
-    return list(tools)
 
 
 # Answers
@@ -372,11 +324,17 @@ class ChatWire:
     prefix = "chatcmpl-"
     keep_alive = b": keep-alive\n\n"
 
-    def read(self, body: Mapping[str, Any], *, images: bool) -> Asked:
+    def read(self, body: Mapping[str, Any], *, images: bool, strict: bool = False) -> Asked:
         """Reads a request; with log-probs the client is told the token ids, too."""
-        given = dict(body)
-        wishes = take_wishes(given, ("reasoning_effort", "verbosity", "parallel_tool_calls"))
-        asked = read_chat(given, neutral=_NEUTRAL_AGENT, images=images)
+        given, notes = dict(body), Notes(strict=strict)
+        sampling = take_sampling(given)
+        for name in ("reasoning_effort", "verbosity", "parallel_tool_calls"):
+            if name in given and given[name] != NEUTRAL.get(name):
+                notes[name] = given.pop(name)
+        for name, value in _NEUTRAL_AGENT.items():
+            if given.get(name) not in (None, value):
+                raise unsupported(name, f"is supported with the value {value!r} only")
+        asked = read_chat(given, notes=notes, images=images)
         asked.return_token_ids |= asked.logprobs
         return Asked(
             asked.messages,
@@ -386,7 +344,8 @@ class ChatWire:
             asked.stops,
             asked.stream,
             asked.logprobs,
-            wishes,
+            sampling,
+            notes,
             raw=asked,
         )
 

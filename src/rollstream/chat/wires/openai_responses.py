@@ -5,6 +5,7 @@ several items there: its thinking, its text, each of its calls. Items that come 
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,42 +16,22 @@ from rollstream.chat.messages import Part
 from rollstream.chat.wires.exchange import (
     Answer,
     Asked,
+    Notes,
     as_it_is,
     conversation,
     image,
     listed,
-    may_call,
     named_events,
-    take_wishes,
+    read_tools,
+    take_sampling,
     text_of,
     tool_schema,
 )
-from rollstream.chat.wires.openai_chat import read_tools, token_names
-from rollstream.chat.wires.requests import RequestError, error_body, read_parameters
+from rollstream.chat.wires.openai_chat import token_names
+from rollstream.chat.wires.requests import RequestError, error_body
 from rollstream.trajectory import Message
 from rollstream.web import HTTPError
 
-_HARMLESS = frozenset(
-    (
-        "include",  # log-probs are read below; everything else is about tools that are not here
-        "max_tool_calls",  # of OpenAI's own tools
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",  # a session knows its answers, whatever this says
-        "stream_options",  # obfuscation
-        "truncation",  # a conversation that is too long is refused, and so nothing is cut off unseen
-        "user",
-    )
-)
-_NEUTRAL: dict[str, Any] = {
-    "background": False,
-    "context_management": [],
-    "top_logprobs": 0,
-}
 _LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("system", "developer", "user", "assistant")
 
@@ -59,12 +40,15 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     """Body of `/v1/responses`."""
 
     input: Any
+    include: list[Any] = []
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     previous_response_id: str | None = None
+    reasoning: dict[str, Any] = {}
     stream: bool = False
-    text: dict[str, Any] | None = None
+    stream_options: Any = None
+    text: dict[str, Any] = {}
     tool_choice: Any = "auto"
     tools: list[Any] = []
 
@@ -75,33 +59,35 @@ class ResponsesWire:
     prefix = "resp_"
     keep_alive = b": keep-alive\n\n"
 
-    def read(self, body: Mapping[str, Any], *, images: bool) -> Asked:
+    def read(self, body: Mapping[str, Any], *, images: bool, strict: bool = False) -> Asked:
         """Reads a request."""
-        given = dict(body)
-        wishes = take_wishes(given, ("reasoning", "parallel_tool_calls"))
-        asked = read_parameters(given, ResponsesRequest, harmless=_HARMLESS, neutral=_NEUTRAL)
-        if asked.text and (verbosity := asked.text.get("verbosity")):
-            wishes["verbosity"] = verbosity
-        if ((asked.text or {}).get("format") or {"type": "text"}) != {"type": "text"}:
-            raise RequestError(
-                "text.format is supported with the value {'type': 'text'} only: nothing here makes an answer "
-                "follow a schema",
-                param="text.format",
-            )
-        tools = read_tools([_tool(one, where) for where, one in listed(asked.tools, "tools")])
+        given, notes = dict(body), Notes(strict=strict)
+        sampling = take_sampling(given)
+        if given.pop("parallel_tool_calls", None) is False:
+            notes["parallel_tool_calls"] = False
+        asked = notes.read(given, ResponsesRequest)
+        if asked.reasoning:
+            notes["reasoning"] = asked.reasoning
+        if verbosity := asked.text.get("verbosity"):
+            notes["verbosity"] = verbosity
+        if (form := asked.text.get("format") or {"type": "text"}) != {"type": "text"}:
+            notes.add("text.format", form, "nothing here makes an answer follow a schema")
+        tools, namespaces = _read_tools(asked.tools, notes)
         messages = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
-        messages = conversation([*messages, *_read_input(asked.input, images)], "input", as_it_is)
+        messages += _read_input(asked.input, images, {own: shown for shown, own in namespaces.items()})
+        messages = conversation(messages, "input", as_it_is)
         if messages[-1]["role"] == "assistant":
             raise RequestError("the input must end with something to answer", param="input")
-        include = given.get("include")
         return Asked(
             messages,
-            tools if may_call(asked.tool_choice, asked.tool_choice) else [],
+            tools if notes.shows_tools(asked.tool_choice) else [],
             asked.model,
             asked.max_output_tokens,
             stream=asked.stream,
-            logprobs=isinstance(include, list) and _LOGPROBS in include,
-            wishes=wishes,
+            logprobs=_LOGPROBS in asked.include,
+            sampling=sampling,
+            notes=notes,
+            namespaces=namespaces,
             previous=asked.previous_response_id,
             has_instructions=bool(asked.instructions),
             raw=asked,
@@ -145,17 +131,34 @@ class ResponsesWire:
         return named_events([{"type": "error", **kept, **body, "sequence_number": 0}])
 
 
-def _tool(one: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if one.get("type") != "function":
-        raise RequestError(
-            f"{where} is of type {one.get('type')!r}: only functions of the client's are supported",
-            param=where,
-        )
-    return tool_schema(one, "parameters")
+def _read_tools(tools: Any, notes: Notes) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
+    """The functions, those of namespaces included, and the namespaces; see `Asked.namespaces`."""
+    functions: list[tuple[str, Mapping[str, Any]]] = []
+    for where, tool in listed(tools, "tools"):
+        if tool.get("type") == "function":
+            functions.append(("", tool))
+        elif tool.get("type") == "namespace" and not notes.strict:
+            for place, member in listed(tool.get("tools"), f"{where}.tools"):
+                if member.get("type", "function") == "function":
+                    functions.append((text_of(tool, "name", where), member))
+                else:
+                    notes.leave_out_tool(member, place)
+        else:
+            notes.leave_out_tool(tool, where)
+    names = Counter(str(tool.get("name")) for _, tool in functions)
+    shown, namespaces = [], {}
+    for namespace, function in functions:
+        schema, name = tool_schema(function, "parameters"), str(function.get("name"))
+        if namespace:
+            shown_name = name if names[name] == 1 else f"{namespace}__{name}"
+            schema["function"]["name"] = shown_name
+            namespaces[shown_name] = namespace, name
+        shown.append(schema)
+    return read_tools(shown), namespaces
 
 
-def _read_input(given: Any, images: bool) -> list[Message]:
-    """Items as messages of the chat API."""
+def _read_input(given: Any, images: bool, names: Mapping[tuple[str, str], str]) -> list[Message]:
+    """Items as messages of the chat API. `names` has those by which tools of namespaces are shown."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[Message] = []
@@ -182,7 +185,8 @@ def _read_input(given: Any, images: bool) -> list[Message]:
         elif kind == "function_call":
             if open_turn is None:
                 messages.append(open_turn := {"role": "assistant", "content": ""})
-            function = {"name": text_of(item, "name", where)}
+            name = text_of(item, "name", where)
+            function = {"name": names.get((str(item.get("namespace")), name), name)}
             call = {
                 "id": text_of(item, "call_id", where),
                 "type": "function",
@@ -190,7 +194,7 @@ def _read_input(given: Any, images: bool) -> list[Message]:
             }
             open_turn.setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
-            content = _read_content(item.get("output"), f"{where}.output", images)
+            content = _read_content(item.get("output") or "", f"{where}.output", images)
             messages.append(
                 {"role": "tool", "tool_call_id": text_of(item, "call_id", where), "content": content}
             )
@@ -267,6 +271,8 @@ def _items(asked: Asked, answer: Answer) -> list[dict[str, Any]]:
         items.append({"type": "message", "id": f"msg_{name}", "role": "assistant", "content": [text]})
     for at, (call_id, function, arguments) in enumerate(answer.calls):
         called = {"call_id": call_id, "name": function, "arguments": orjson.dumps(arguments).decode()}
+        if function in asked.namespaces:
+            called["namespace"], called["name"] = asked.namespaces[function]
         items.append({"type": "function_call", "id": f"fc_{name}_{at}", **called})
     last = len(items) - 1
     return [

@@ -1,14 +1,17 @@
-"""Requests of model servers: parameters typed, what is not understood refused by name, errors as OpenAI's.
+"""Requests of model servers: parameters typed, what is not understood refused by name or noted, errors as OpenAI's.
 
-A parameter that would change the answer and is not known is an error, never passed over. Two kinds are let
-through: those that change nothing in an answer, and those with the value that asks for nothing
-(`logit_bias: {}`).
+A parameter with the value that asks for nothing (`logit_bias: {}`) is passed over. Others that are not known:
+
+- a server for trainers refuses them, but for those that change nothing in an answer
+- where agents are recorded, they are noted and passed over, but for those that would make the answer one to
+  another question (`DECISIVE`)
 """
 
 import difflib
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,7 +28,7 @@ from rollstream.errors import (
 )
 from rollstream.web import HTTPError, Request, json_response
 
-_StructT = TypeVar("_StructT", bound=msgspec.Struct)
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 _PLACE = re.compile(r" - at `\$\.(\w+)")
 
@@ -33,6 +36,86 @@ _RETRY_AFTER_S = 1
 """What a client is told to wait when it is turned away: a worker that died is back after about a second."""
 
 _KINDS = {401: "authentication_error", 429: "rate_limit_error", 503: "overloaded_error"}
+
+HARMLESS = frozenset(
+    (
+        "cache_control",
+        "cache_salt",
+        "client_metadata",
+        "diagnostics",
+        "inference_geo",
+        "max_tool_calls",
+        "metadata",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "speed",
+        "store",
+        "truncation",  # a conversation that is too long is refused, and so nothing is cut off unseen
+        "user",
+        "user_profile_id",
+        "workspace_id",
+    )
+)
+"""Parameters of any API that change nothing in an answer."""
+
+NEUTRAL: Mapping[str, Any] = {
+    "add_special_tokens": False,
+    "background": False,
+    "chat_template_kwargs": {},
+    "context_management": [],
+    "echo": False,
+    "frequency_penalty": 0,
+    "function_call": "none",
+    "functions": [],
+    "include_reasoning": True,
+    "include_stop_str_in_output": False,
+    "length_penalty": 1,
+    "logit_bias": {},
+    "mcp_servers": [],
+    "min_p": 0,
+    "min_tokens": 0,
+    "modalities": ["text"],
+    "parallel_tool_calls": True,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+    "response_format": {"type": "text"},
+    "separate_reasoning": True,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "top_logprobs": 0,
+    "use_beam_search": False,
+}
+"""Parameters of any API, each with the value by which it asks for nothing."""
+
+DECISIVE = frozenset(
+    (
+        "add_generation_prompt",
+        "allowed_token_ids",
+        "bad_words",
+        "best_of",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "echo",
+        "function_call",
+        "functions",
+        "ignore_eos",
+        "length_penalty",
+        "logit_bias",
+        "min_tokens",
+        "n",
+        "prompt",
+        "stop_token_ids",
+        "suffix",
+        "use_beam_search",
+    )
+)
+"""Parameters of any API that decide what is sampled or shown: without them it is another request."""
 
 _CODES = {"unauthorized": "invalid_api_key", "bad_request": None, "": None}
 """OpenAI's words for those of `web`."""
@@ -95,39 +178,41 @@ def read_object(body: bytes, decode: Callable[[bytes], Any] = orjson.loads) -> d
 
 def read_parameters(
     given: Mapping[str, Any],
-    kind: type[_StructT],
+    kind: type[StructT],
     *,
     harmless: Collection[str] = (),
-    neutral: Mapping[str, Any] | None = None,
+    neutral: Mapping[str, Any] = MappingProxyType({}),
+    notes: dict[str, Any] | None = None,
     where: str = "",
-) -> _StructT:
+) -> StructT:
     """Types the parameters of a request. A value of null counts as not given.
 
     Args:
         given: from the body.
         kind: has a field for each known parameter.
         harmless: names that are accepted and mean nothing here.
-        neutral: names that are accepted with this value only, known ones included.
+        neutral: names that are accepted with this value only.
+        notes: gets what is passed over, unless it is `DECISIVE`; None: that is refused, unless it is harmless.
         where: in front of names in messages, such as `sampling_params.`.
 
     Raises:
         RequestError: naming the parameter that is not known, not supported or of a wrong type.
     """
-    neutral = neutral or {}
     known = kind.__struct_encode_fields__
     values = {}
     for name, value in given.items():
-        if value is None or name in harmless:
+        if value is None or (name in neutral and value == neutral[name]):
             continue
-        if name in neutral:
-            if value != neutral[name]:
-                raise _unsupported(where + name, f"is supported with the value {neutral[name]!r} only")
-        elif name in known:
+        if name in known:
             values[name] = value
-        else:
+        elif notes is not None and name not in DECISIVE:
+            notes[name] = value
+        elif name in neutral:
+            raise unsupported(where + name, f"is supported with the value {neutral[name]!r} only")
+        elif name not in harmless:
             near = difflib.get_close_matches(name, [*known, *neutral], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise _unsupported(where + name, f"is not supported{hint}")
+            raise unsupported(where + name, f"is not supported{hint}")
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
@@ -137,7 +222,7 @@ def read_parameters(
         ) from error
 
 
-def _unsupported(param: str, why: str) -> RequestError:
+def unsupported(param: str, why: str) -> RequestError:
     return RequestError(f"parameter {param!r} {why}", param=param, code="unsupported_parameter")
 
 

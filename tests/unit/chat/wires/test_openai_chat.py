@@ -1,6 +1,7 @@
 import pytest
 
-from rollstream.chat.wires.openai_chat import ChatAnswer, Choice, read_chat, read_tools
+from rollstream.chat.wires.exchange import read_tools
+from rollstream.chat.wires.openai_chat import ChatAnswer, Choice, read_chat
 from rollstream.chat.wires.requests import RequestError
 from rollstream.errors import ConfigError
 from rollstream.trajectory import Completion
@@ -10,7 +11,7 @@ READ = {**CALL, "function": {"name": "add", "arguments": {"a": 1}}}
 
 
 def test_tools_are_whole_and_differ() -> None:
-    tool = {"type": "function", "function": {"name": "add", "strict": True}}
+    tool = {"type": "function", "function": {"name": "add", "strict": True, "parameters": {"type": "object"}}}
     assert read_tools([tool]) == [tool]
     with pytest.raises(ConfigError, match="more than one tool named add"):
         read_tools([tool, tool])
@@ -18,13 +19,13 @@ def test_tools_are_whole_and_differ() -> None:
         read_tools([tool, {"type": "web_search"}])
 
 
-def test_whoever_answers_refuses_what_it_cannot_honour() -> None:
-    """A known parameter may be accepted with one value only."""
+def test_a_server_refuses_what_it_does_not_honour() -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "max_completion_tokens": 7}
-    asked = read_chat({**body, "n": 1}, neutral={"n": 1})
-    assert (asked.n, asked.max_tokens, asked.stops) == (1, 7, ())
-    with pytest.raises(RequestError, match="with the value 1 only"):
-        read_chat({**body, "n": 2}, neutral={"n": 1})
+    asked = read_chat({**body, "n": 2, "user": "me", "min_p": 0})
+    assert (asked.n, asked.max_tokens, asked.stops) == (2, 7, ())
+    for wrong in ({"min_p": 0.1}, {"tool_choice": "required"}, {"tools": [{"type": "web_search"}]}):
+        with pytest.raises(RequestError):
+            read_chat({**body, **wrong})
 
 
 def test_an_answer_whole_and_in_pieces() -> None:

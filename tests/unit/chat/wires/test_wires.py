@@ -140,7 +140,7 @@ def test_a_conversation_is_the_same_by_whatever_api_it_comes(wire: Wire) -> None
     assert asked.messages == HEARD
     assert asked.tools == [{"type": "function", "function": TOOL}]
     assert (asked.model, asked.max_tokens, asked.stream) == ("theirs", 9, False)
-    assert asked.wishes["temperature"] == 0 and len(asked.wishes) == 2
+    assert asked.sampling == {"temperature": 0}
     with pytest.raises(RequestError, match="sees none"):
         wire.read(BODIES[wire], images=False)
 
@@ -153,37 +153,42 @@ SHORT: dict[Wire, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("wire", "given", "words"),
+    ("wire", "given", "param"),
     [
-        (CHAT, {"n": 2}, "'n' is supported with the value 1 only"),
-        (CHAT, {"tool_choice": "required"}, "use 'auto' or 'none'"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"n": 2}, "n"),
         (CHAT, {"logit_bias": {"3": 1}}, "logit_bias"),
-        (CHAT, {"temperature": "hot"}, "temperature must be a number"),
-        (CHAT, {"messages": [{"role": ["user"], "content": "hi"}]}, "role is"),
-        (CHAT, {"web_search_options": {}}, "'web_search_options' is not supported"),
-        (RESPONSES, {"input": []}, "empty"),
-        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "send the item itself"),
-        (RESPONSES, {"tools": [{"type": "web_search"}]}, "only functions"),
-        (RESPONSES, {"tool_choice": {"type": "function", "name": "add"}}, "use 'auto' or 'none'"),
-        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "follow a schema"),
-        (RESPONSES, {"background": True}, "background"),
-        (RESPONSES, {"conversation": "conv_1"}, "'conversation' is not supported"),
-        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input_file"),
-        (MESSAGES, {"max_tokens": None}, "max_tokens"),
-        (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice"),
-        (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only tools of the client's"),
-        (MESSAGES, {"output_config": {"format": {"type": "json_schema"}}}, "follow a schema"),
+        (CHAT, {"continue_final_message": True}, "continue_final_message"),
+        (CHAT, {"functions": [{"name": "add"}]}, "functions"),
+        (CHAT, {"documents": [{"text": "x"}]}, "documents"),
+        (CHAT, {"temperature": "hot"}, "temperature"),
+        (CHAT, {"messages": [{"role": ["user"], "content": "hi"}]}, "messages[0].role"),
+        (CHAT, {"messages": []}, "messages"),
+        (RESPONSES, {"input": []}, "input"),
+        (RESPONSES, {"input": [{"role": "assistant", "content": "It"}]}, "input"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        (RESPONSES, {"conversation": "conv_1"}, "conversation"),
+        (RESPONSES, {"prompt": {"id": "p"}}, "prompt"),
+        (
+            RESPONSES,
+            {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
+            "input[0].content[0]",
+        ),
+        (MESSAGES, {"max_tokens": None}, None),
+        (MESSAGES, {"thread": {"id": "t"}}, "thread"),
         (
             MESSAGES,
             {"messages": [*SHORT[MESSAGES]["messages"], {"role": "assistant", "content": "It"}]},
-            "prefill",
+            "messages",
         ),
-        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
+        (
+            MESSAGES,
+            {"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            "messages[0].content[0]",
+        ),
         (
             MESSAGES,
             {"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}]},
-            "redacted_thinking",
+            "messages[0].content[0]",
         ),
         (
             MESSAGES,
@@ -195,13 +200,121 @@ SHORT: dict[Wire, dict[str, Any]] = {
                     }
                 ]
             },
-            "data: URL",
+            "messages[0].content[0]",
         ),
     ],
 )
-def test_what_would_change_an_answer_is_refused(wire: Wire, given: dict[str, Any], words: str) -> None:
-    with pytest.raises(RequestError, match=words):
+def test_what_would_be_another_request_is_refused(
+    wire: Wire, given: dict[str, Any], param: str | None
+) -> None:
+    with pytest.raises(RequestError) as caught:
         wire.read({**SHORT[wire], **given}, images=True)
+    assert caught.value.param == param
+
+
+SCHEMA_FORM = {"type": "json_schema", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("wire", "given", "noted"),
+    [
+        (CHAT, {"tool_choice": "required"}, {"tool_choice"}),
+        (CHAT, {"response_format": {"type": "json_object"}}, {"response_format"}),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs"}),
+        (CHAT, {"web_search_options": {}, "store": False}, {"web_search_options", "store"}),
+        (CHAT, {"stream_options": {"include_usage": True}, "modalities": ["text"]}, set()),
+        (CHAT, {"tools": [{"type": "custom", "custom": {"name": "patch"}}]}, {"tool patch"}),
+        (RESPONSES, {"client_metadata": {"x": "1"}, "background": True}, {"client_metadata", "background"}),
+        (RESPONSES, {"text": {"format": SCHEMA_FORM, "verbosity": "low"}}, {"text.format", "verbosity"}),
+        (RESPONSES, {"tool_choice": {"type": "function", "name": "add"}}, {"tool_choice"}),
+        (
+            RESPONSES,
+            {"tools": [{"type": "web_search"}, {"type": "custom", "name": "patch"}, {"type": "local_shell"}]},
+            {"tool web_search", "tool patch", "tool local_shell"},
+        ),
+        (MESSAGES, {"tool_choice": {"type": "any"}}, {"tool_choice"}),
+        (MESSAGES, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, {"tool bash"}),
+        (
+            MESSAGES,
+            {"output_config": {"format": SCHEMA_FORM, "effort": "high"}},
+            {"output_config.format", "effort"},
+        ),
+        (MESSAGES, {"thinking": {"type": "adaptive"}, "container": "c"}, {"thinking", "container"}),
+    ],
+)
+def test_what_changes_no_answer_is_noted(wire: Wire, given: dict[str, Any], noted: set[str]) -> None:
+    asked = wire.read({**SHORT[wire], **given}, images=True)
+    assert (set(asked.notes), asked.tools) == (noted, [])
+    if noted - {"store", "verbosity", "effort", "thinking", "client_metadata"}:
+        with pytest.raises(RequestError):
+            wire.read({**SHORT[wire], **given}, images=True, strict=True)
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"properties": {}}])
+@pytest.mark.parametrize("wire", BODIES)
+def test_a_tool_without_arguments(wire: Wire, parameters: Any) -> None:
+    flat = {"name": "now", "parameters": parameters}
+    tool = {
+        CHAT: {"type": "function", "function": flat},
+        RESPONSES: {"type": "function", **flat},
+        MESSAGES: {"name": "now", "input_schema": parameters},
+    }[wire]
+    (read,) = wire.read({**SHORT[wire], "tools": [tool]}, images=False).tools
+    assert read["function"] == {"name": "now", "parameters": {"type": "object", "properties": {}}}
+
+
+def test_tools_of_a_namespace_are_functions() -> None:
+    """They keep their names where these differ, and their calls name the namespace, as Codex reads it."""
+
+    def space(name: str, *tools: str) -> dict[str, Any]:
+        members = [{"type": "function", "name": tool, "parameters": SCHEMA} for tool in tools]
+        return {"type": "namespace", "name": name, "description": "", "tools": members}
+
+    tools = [{"type": "function", "name": "find", "parameters": SCHEMA}, space("team", "ask", "find")]
+    called = {
+        "type": "function_call",
+        "call_id": "c1",
+        "namespace": "team",
+        "name": "find",
+        "arguments": "{}",
+    }
+    result = {"type": "function_call_output", "call_id": "c1", "output": "7"}
+    asked = RESPONSES.read({"tools": tools, "input": [called, result]}, images=False)
+    assert [tool["function"]["name"] for tool in asked.tools] == ["find", "ask", "team__find"]
+    message = asked.messages[0]
+    assert message["tool_calls"][0]["function"]["name"] == "team__find"
+    answer = Answer("resp_1", "m", [1], message, Completion([5], [-0.5], "stop"))
+    (item,) = RESPONSES.body(asked, answer)["output"]
+    assert {**item, **called} == item
+    assert b'"namespace":"team"' in RESPONSES.stream(asked, answer)
+
+
+def test_a_deferred_tool_is_shown_where_a_result_names_it() -> None:
+    def tool(name: str, **more: Any) -> dict[str, Any]:
+        return {"name": name, "input_schema": SCHEMA, **more}
+
+    found = [{"type": "tool_reference", "tool_name": "late"}]
+    call = {"type": "tool_use", "id": "c1", "name": "search", "input": {}}
+    messages = [
+        *SHORT[MESSAGES]["messages"],
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": found}]},
+    ]
+    tools = [tool("search"), tool("late", defer_loading=True), tool("later", defer_loading=True)]
+    asked = MESSAGES.read({**SHORT[MESSAGES], "tools": tools, "messages": messages}, images=False)
+    assert [one["function"]["name"] for one in asked.tools] == ["search"]
+    assert orjson.loads(asked.messages[-1]["content"]) == asked.deferred[0]
+    assert "later" not in asked.messages[-1]["content"]
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_a_billing_line_is_left_out_and_a_system_message_may_be_the_last(role: str) -> None:
+    system = [
+        {"type": "text", "text": text} for text in ("x-anthropic-billing-header: v=1; c=0f3;", "be brief")
+    ]
+    messages = [*SHORT[MESSAGES]["messages"], {"role": role, "content": "in /tmp"}]
+    asked = MESSAGES.read({**SHORT[MESSAGES], "system": system, "messages": messages}, images=False)
+    assert [message["content"] for message in asked.messages] == ["be brief", "hi", "in /tmp"]
 
 
 def test_answers_that_follow_each_other_stay_apart() -> None:
