@@ -83,6 +83,8 @@ class TemplateForm:
             messages = [_in_parts(message) for message in messages]
         if any(message.get("tool_calls") for message in messages) and self._takes_argument_text:
             messages = [_with_argument_text(message) for message in messages]
+        if any(_has_calls_alone(message) for message in messages) and self._takes_no_empty_text:
+            messages = [_in_parts(message) if _has_calls_alone(message) else message for message in messages]
         return messages
 
     def _warn(self) -> None:
@@ -120,6 +122,20 @@ class TemplateForm:
                 return False
 
         message = {"role": "user", "content": _MARK}
+        return not shows(message) and shows(_in_parts(message))
+
+    @cached_property
+    def _takes_no_empty_text(self) -> bool:
+        """Whether an answer of calls alone needs a list of parts, as for a template that looks into `content[0]`."""
+        arguments: Any = json.dumps({_BEFORE: _AFTER}) if self._takes_argument_text else {_BEFORE: _AFTER}
+
+        def shows(message: Message) -> bool:
+            try:
+                return _BEFORE in self._render([{"role": "user", "content": "."}, message])
+            except Exception:
+                return False
+
+        message: Message = {"role": "assistant", "content": "", "tool_calls": [_call(arguments)]}
         return not shows(message) and shows(_in_parts(message))
 
     @cached_property
@@ -177,6 +193,10 @@ def _add_as_user(placed: list[Message], system: Message) -> None:
 
 def _parts(content: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _has_calls_alone(message: Message) -> bool:
+    return bool(message.get("tool_calls")) and message.get("content") == ""
 
 
 def _in_parts(message: Message) -> Message:

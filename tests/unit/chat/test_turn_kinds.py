@@ -125,6 +125,10 @@ TEMPLATES = {
         PLAIN.replace("{{ c.function | tojson }}", "{{ c.function.name + ' ' + c.function.arguments }}")
     ),
     "content in parts": turns(PLAIN.replace("m.content", "(m.content[0].text if m.content else '')")),
+    "an answer of calls alone in parts": turns(
+        "{%- if m.tool_calls and m.content[0].thinking -%}thinks{%- endif -%}"
+        + PLAIN.replace("m.content", "(m.content if m.content is string else m.content[0].text)")
+    ),
     "one call in a turn": turns(
         "{%- if m.tool_calls and m.tool_calls | length > 1 -%}{{ raise_exception('one call') }}{%- endif -%}"
         + PLAIN
