@@ -130,7 +130,7 @@ def test_heavy_packages_are_imported_lazily(path: Path) -> None:
         return  # a program of its own
     if path.name in ("hf_batch.py", "hf_forward.py"):
         return  # imported where a model is loaded
-    of_verls = ("client.py", "generate.py", "loop.py", "replica.py", "stream.py")
+    of_verls = ("client.py", "generate.py", "loop.py", "replica.py", "sft.py", "stream.py")
     if path.parent.name == "verl" and path.name in of_verls:
         return  # classes derived from verl's, which are imported where verl is
     if path.parent.name == "trl" and path.name in ("config.py", "trainer.py"):
