@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rollstream.engine.load import ask_load
 from rollstream.engine.openvino import OpenVINOEngine
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import SamplingParams
+from tests.conformance.reference import Reference
 from tests.support.processes import is_running
 from tests.support.until import until, wait_until
 
@@ -36,6 +38,30 @@ async def engine(tmp_path: Path) -> AsyncIterator[OpenVINOEngine]:
     engine = await started(tmp_path)
     yield engine
     await engine.close()
+
+
+async def test_log_probs_of_a_temperature_are_exact(tmp_path: Path) -> None:
+    """By its own setting, and by a run's: also after an update of the weights."""
+    reference = Reference(MODEL)
+    for temperature in (0.7, 1.6):
+        engine = OpenVINOEngine(MODEL, log_path=tmp_path / "log", logprobs_temperature=temperature)
+        await engine.start()
+        assert (engine.capabilities.logprobs, engine.capabilities.scores) == ("processed", False)
+        plain = await started(tmp_path)
+        for weights in range(2):
+            how = SamplingParams(60, temperature=temperature, ignore_eos=True, seed=5)
+            mine, raw = [await one.generate([5, 9, 3], how, request_id="a") for one in (engine, plain)]
+            expected = reference.score([5, 9, 3], mine.token_ids, temperature)[1]
+            assert mine.logprobs == pytest.approx(expected, abs=1e-4)
+            assert mine.token_ids == raw.token_ids  # what is drawn is what it was
+            for other in ({"temperature": 1.0}, {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 5}):
+                with pytest.raises(EngineError, match="log-probs are those of temperature"):
+                    await engine.generate([5], replace(how, **other), request_id="b")
+            assert await engine.generate([5], replace(how, top_k=5, logprobs=False), request_id="c")
+            if not weights:
+                await engine.update_weights(str(MODEL), 1)
+        await engine.close()
+        await plain.close()
 
 
 async def test_the_engine_says_how_busy_it_is(tmp_path: Path) -> None:

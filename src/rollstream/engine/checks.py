@@ -128,8 +128,8 @@ def refuse_raw_logprobs(capabilities: Capabilities, sampling: SamplingParams) ->
     given = ", ".join(f"{name} {value}" for name, value in changes.items())
     raise ConfigError(
         f"the engine gives the raw model's log-probs, and with {given} tokens come from another distribution: a "
-        "loss would compare two. Leave that out, use engine 'hf' (or vLLM with logprobs_mode=processed_logprobs), "
-        "or set actor_rollout_ref.rollout.calculate_log_probs=false"
+        "loss would compare two. Set actor_rollout_ref.rollout.logprobs_mode=processed_logprobs (openvino knows "
+        "it for a temperature alone), use engine 'hf', or set calculate_log_probs=false"
     )
 
 

@@ -320,7 +320,7 @@ class ContinuingEngine:
 
     async def score(self, ids: list[int], start: int = 1) -> list[float]:
         """See `ScoresIds.score`; not while weights change."""
-        if not isinstance(self._engine, ScoresIds):
+        if not self.capabilities.scores or not isinstance(self._engine, ScoresIds):
             raise EngineError("this engine gives no log-probs of given ids")
         async with self._updating:
             return await self._engine.score(ids, start)
@@ -332,7 +332,9 @@ class ContinuingEngine:
             WeightsLostError: it has loaded something else.
         """
         engine, trainer = self._engine, await asyncio.to_thread(read_probe, source)
-        if trainer is None or not isinstance(engine, ScoresIds) or isinstance(engine, HasReplicas):
+        if trainer is None or isinstance(engine, HasReplicas):
+            return
+        if not engine.capabilities.scores or not isinstance(engine, ScoresIds):
             return
         now = Scores(await engine.score(list(PROBE_IDS)), trainer)
         if (problem := find_problem(now, self._proved)) is not None:

@@ -22,6 +22,8 @@ class EngineOptions:
     """Prompt plus response tokens at most; None takes the engine's own limit."""
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
     log_dir: Path = Path()
+    logprobs_temperature: float | None = None
+    """Log-probs are wanted of what is drawn from, all at this temperature; None takes the engine's kind."""
 
 
 @dataclass(frozen=True, slots=True)

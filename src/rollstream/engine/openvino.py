@@ -23,6 +23,7 @@ from rollstream.engine.openvino_process import WorkerProcess
 from rollstream.engine.openvino_weights import lay_out_weights
 from rollstream.engine.openvino_worker import Add, Load
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
+from rollstream.sampling import sampling_changes
 from rollstream.scratch import ScratchFolder
 from rollstream.trajectory import Completion, SamplingParams
 
@@ -65,6 +66,8 @@ class OpenVINOEngine:
         max_model_len: prompt plus response tokens at most; None takes the model's `max_position_embeddings`,
             or what the KV cache holds if that is less.
         engine_kwargs: see `ENGINE_KWARGS`.
+        logprobs_temperature: log-probs are those of this temperature; a request with log-probs must have it, and
+            neither top-p nor top-k. None: those of the raw model.
 
     Raises:
         ConfigError: openvino-genai is not installed, the folder holds no OpenVINO model, unknown key, a value
@@ -78,6 +81,7 @@ class OpenVINOEngine:
         log_path: Path,
         max_model_len: int | None = None,
         engine_kwargs: Mapping[str, Any] | None = None,
+        logprobs_temperature: float | None = None,
     ) -> None:
         kwargs = _read_kwargs(engine_kwargs or {})
         self._model_path = _check_model_folder(Path(model_path).expanduser())
@@ -88,7 +92,7 @@ class OpenVINOEngine:
         self._log_path = log_path
         self._max_model_len = max_model_len
         self._start_timeout: float = kwargs["start_timeout"]
-        self._load = _load_message(self._model_path, kwargs)
+        self._load = _load_message(self._model_path, kwargs, logprobs_temperature)
         self._weights: ScratchFolder | None = None
         self._life = Restarted("openvino", self._start_worker)
         self._capabilities: Capabilities | None = None
@@ -129,6 +133,11 @@ class OpenVINOEngine:
         images: list[object] | None = None,
     ) -> Completion:
         check_request(prompt_ids, sampling, self.capabilities, images=images)
+        scale = self._load.temperature
+        if sampling.logprobs and scale is not None and sampling_changes(sampling) != {"temperature": scale}:
+            raise EngineError(
+                f"log-probs are those of temperature {scale:g}, without top_p and top_k: of no other"
+            )
         worker = self._life.backend
         if worker is None:
             raise EngineUnavailableError("the engine is closed")
@@ -232,7 +241,7 @@ class OpenVINOEngine:
         lengths = (self._limits.max_model_len, self._max_model_len, worker.cache_tokens)
         self._capabilities = Capabilities(
             token_ids=True,
-            logprobs="raw",
+            logprobs="raw" if self._load.temperature is None else "processed",
             seeds=True,
             stop_strings=(self._model_path / "tokenizer.json").is_file(),
             stop_token_ids=True,
@@ -240,7 +249,7 @@ class OpenVINOEngine:
             update_weights=True,
             max_model_len=min(length for length in lengths if length is not None),
             vocab_size=self._limits.vocab_size,
-            scores=True,
+            scores=self._load.temperature is None,
         )
         return worker
 
@@ -294,7 +303,7 @@ def _how_to_export(model: Path) -> str:
     )
 
 
-def _load_message(model_path: Path, kwargs: Mapping[str, Any]) -> Load:
+def _load_message(model_path: Path, kwargs: Mapping[str, Any], temperature: float | None) -> Load:
     properties: dict[str, str | int] = {
         "KV_CACHE_PRECISION": kwargs["kv_cache_precision"],
         "INFERENCE_PRECISION_HINT": kwargs["inference_precision"],
@@ -303,7 +312,8 @@ def _load_message(model_path: Path, kwargs: Mapping[str, Any]) -> Load:
         properties["INFERENCE_NUM_THREADS"] = kwargs["num_threads"]
     cache = "num_kv_blocks" if kwargs["num_kv_blocks"] else "cache_size"
     names = (cache, "max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching")
-    return Load(str(model_path), properties, {name: kwargs[name] for name in names}, str(model_path))
+    scheduler = {name: kwargs[name] for name in names}
+    return Load(str(model_path), properties, scheduler, str(model_path), temperature=temperature)
 
 
 def _create(options: EngineOptions) -> OpenVINOEngine:
@@ -313,6 +323,7 @@ def _create(options: EngineOptions) -> OpenVINOEngine:
         options.model_path,
         max_model_len=options.max_model_len,
         engine_kwargs=options.engine_kwargs,
+        logprobs_temperature=options.logprobs_temperature,
         log_path=options.log_dir / "engine-openvino.log",
     )
 

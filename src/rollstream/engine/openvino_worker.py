@@ -13,8 +13,10 @@ import ctypes
 import os
 import random
 import select
+import shutil
 import signal
 import sys
+import tempfile
 import traceback
 from collections import deque
 from dataclasses import dataclass, field
@@ -50,6 +52,8 @@ class Load(msgspec.Struct, tag=True):
     """Folder of the tokenizer."""
     version: int = 0
     """Of the weights."""
+    temperature: float | None = None
+    """Logits are divided by it in the model, so that log-probs are of that; None: they stay the raw model's."""
 
 
 class Add(msgspec.Struct):
@@ -214,9 +218,13 @@ class Worker:
         scheduler = openvino_genai.SchedulerConfig()
         for key, value in load.scheduler.items():
             setattr(scheduler, key, value)
-        pipeline = openvino_genai.ContinuousBatchingPipeline(
-            load.model_path, scheduler, "CPU", load.properties
-        )
+        with tempfile.TemporaryDirectory(prefix="rollstream-scaled-") as scaled:
+            folder = load.model_path
+            if load.temperature is not None:
+                folder = scaled
+                scale_logits(Path(load.model_path), Path(scaled), load.temperature)
+            pipeline = openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", load.properties)
+        self._temperature = load.temperature or 1.0
         blocks = self._warm_up(pipeline)
         self._pipeline = pipeline
         self._max_running = scheduler.max_num_seqs
@@ -331,7 +339,7 @@ class Worker:
         config.echo = add.scores
         config.do_sample = how.temperature > 0
         if config.do_sample:
-            config.temperature = how.temperature
+            config.temperature = how.temperature / self._temperature
             config.top_p = how.top_p
             # The pipeline's own default is the same seed for every request.
             config.rng_seed = random.getrandbits(31) if how.seed is None else how.seed
@@ -416,6 +424,24 @@ class Worker:
         running.handle.cancel()
         del self._running[running.add.id]
         self._cancelled_blocks += running.blocks
+
+
+def scale_logits(model: Path, target: Path, temperature: float) -> None:
+    """Writes a model into an empty folder whose logits are those of `model` divided by `temperature`."""
+    import openvino
+    from openvino import opset13
+
+    graph = openvino.Core().read_model(str(model / "openvino_model.xml"))
+    result = graph.get_results()[0].input(0)
+    logits = result.get_source_output()
+    names = logits.get_names()
+    scaled = opset13.multiply(logits, opset13.constant(numpy.float32(1 / temperature))).output(0)
+    result.replace_source_output(scaled)
+    scaled.set_names(names)
+    openvino.save_model(graph, str(target / "openvino_model.xml"), compress_to_fp16=False)
+    for name in ("config.json", "generation_config.json"):
+        if (model / name).is_file():
+            shutil.copyfile(model / name, target / name)
 
 
 def _follow_parent(parent_pid: int) -> None:

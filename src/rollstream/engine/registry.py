@@ -51,6 +51,7 @@ def create_engine(
     engine_kwargs: Mapping[str, Any] | None = None,
     launch: LaunchRequest | None = None,
     log_dir: Path,
+    logprobs_temperature: float | None = None,
 ) -> Engine:
     """Makes an engine; `start` it before use.
 
@@ -62,6 +63,7 @@ def create_engine(
         engine_kwargs: settings of the engine itself, see docs/engines.md.
         launch: how servers are launched where no URLs are given; None: an engine that needs URLs says so.
         log_dir: where an embedded engine and launched servers write their logs.
+        logprobs_temperature: see `EngineOptions`.
 
     Raises:
         ConfigError: unknown engine or engine_kwargs key, a value out of range, missing package, model folder
@@ -69,7 +71,9 @@ def create_engine(
     """
     kind = engine_kind(name)
     path = None if model_path is None else str(model_path)
-    options = EngineOptions(path, server_urls, max_model_len, engine_kwargs or {}, log_dir)
+    options = EngineOptions(
+        path, server_urls, max_model_len, engine_kwargs or {}, log_dir, logprobs_temperature
+    )
     if kind.is_embedded and server_urls:
         raise ConfigError(
             f"engine {name!r} is embedded: actor_rollout_ref.rollout.server_urls is for servers"
@@ -186,7 +190,7 @@ def check_capabilities(
         given = ", ".join(f"{name} {value}" for name, value in changes.items())
         problems.append(
             f"its log-probs are {capabilities.logprobs}, and with {given} those are no {logprobs_mode} "
-            f"({rollout}.logprobs_mode; vLLM servers take --logprobs-mode, and engine hf gives processed ones)"
+            f"({rollout}.logprobs_mode; openvino takes a temperature alone, vLLM servers --logprobs-mode, hf all)"
         )
     if sampling.seed is not None and not capabilities.seeds:
         problems.append(

@@ -118,14 +118,16 @@ class Start:
         self.stack.push_async_callback(executor.close)
         await self.stop.unless_stopped(executor.start())
         stats = executor.stats
-        kind = engine_kind(self.settings.actor_rollout_ref.rollout.name)
+        own = engine_kind(self.settings.actor_rollout_ref.rollout.name).logprobs
+        if self.prepared.logprobs_temperature is not None:
+            own = "processed"
         # Of servers by URL the workers know whether they are there, not this process.
         return Execution(
             executor,
             waits=lambda: not stats.is_available,
             retries=lambda: stats.counts.retries,
             reward_failed=lambda: stats.counts.reward_errors,
-            logprobs=kind.logprobs if engine is None else engine.capabilities.logprobs,
+            logprobs=own if engine is None else engine.capabilities.logprobs,
             engine=stats.engine,
             replicas=engine.replica_counts if isinstance(engine, LaunchedEngine) else lambda: None,
         )

@@ -49,6 +49,7 @@ from rollstream.rollout.ray_cluster import joins_cluster
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.rollout.worker_host import BuiltWorker
+from rollstream.sampling import sampling_changes
 from rollstream.trajectory import SamplingParams
 from rollstream.user_code import source_digest
 
@@ -242,7 +243,19 @@ class RolloutSetup:
             engine_kwargs=rollout.engine_kwargs,
             launch=launch_request(self.settings),
             log_dir=log_dir,
+            logprobs_temperature=self.logprobs_temperature,
         )
+
+    @property
+    def logprobs_temperature(self) -> float | None:
+        """The run's temperature, where an engine of raw log-probs is to give those of it."""
+        rollout = self.settings.actor_rollout_ref.rollout
+        if rollout.logprobs_mode != "processed_logprobs" or engine_kind(rollout.name).logprobs != "raw":
+            return None
+        only_temperature = self.sampling.temperature > 0 and {*sampling_changes(self.sampling)} == {
+            "temperature"
+        }
+        return self.sampling.temperature if only_temperature else None
 
     async def prepare_reward_for(self, data_source: str) -> None:
         """Imports what the rule of a data source needs, so that what is missing shows at start.

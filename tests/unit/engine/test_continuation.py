@@ -418,6 +418,10 @@ class Scoring(ScriptedEngine):
 
     logprob, keeps_old = -1.0, False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.capabilities = replace(self.capabilities, scores=True)
+
     async def update_weights(self, source: str, version: int) -> None:
         if not self.keeps_old:
             self.logprob = -1.0 - version
