@@ -30,8 +30,6 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 _TRAINERS_KEYS = {
     f"{_ROLLOUT}.temperature": "temperature",
-    f"{_ROLLOUT}.top_p": "top_p",
-    f"{_ROLLOUT}.top_k": "top_k",
     f"{_ROLLOUT}.n": "num_generations",
     f"{_ROLLOUT}.response_length": "max_completion_length",
     f"{_ROLLOUT}.calculate_log_probs": "sampler_correction",

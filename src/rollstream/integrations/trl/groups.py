@@ -91,6 +91,7 @@ class EnvironmentGroups:
         to_score = self._rows() if self._scores else None
         setup = await make_setup(settings, shows_images=False, to_score=to_score)
         self._opened.push_async_callback(setup.close)
+        refuse_sampling(setup.sampling, self._trainer.temperature)
         setup.images = None  # what a tool shows could not be trained on
         _check_tokenizer(self._trainer.tokenizer, setup)
         first = list(islice(self._rows(), LOOKED_AT))
@@ -101,8 +102,10 @@ class EnvironmentGroups:
         self.engine = self._make_engine(setup, logs.path)
         self._opened.push_async_callback(self.engine.close)
         await self.engine.start()
+        if not self.engine.capabilities.update_weights:
+            name = self._environment.engine_name
+            raise ConfigError(f"engine {name!r} takes no new weights: it would stay at the first ones")
         built = build_worker(setup, self.engine, self._agent_names)
-        self._check_engine(setup, self.engine)
         # One number of places for all: an evaluation comes while groups are generated ahead.
         self._places = asyncio.Semaphore(in_flight_limit(settings))
         self._built = built
@@ -188,12 +191,6 @@ class EnvironmentGroups:
                 engine_kwargs=rollout.engine_kwargs,
             )
         return TrainedEngine(engine, self._trainer.temperature, on_update=rollout.on_weight_update)
-
-    def _check_engine(self, setup: RolloutSetup, engine: Engine) -> None:
-        can, name = engine.capabilities, self._environment.engine_name
-        if not can.update_weights:
-            raise ConfigError(f"engine {name!r} takes no new weights: it would stay at the first ones")
-        refuse_sampling(setup.sampling, self._trainer.temperature)
 
 
 class TrainedEngine(ContinuingEngine):

@@ -462,6 +462,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         )
         grown = append_rows(output, mine, pad_id=pad_id, multiple=self.pad_to_multiple_of)
         finals, own = advantages.split([local * ranks, len(snapshots)])
+        self._logs["advantages"].extend(finals.tolist())  # for log_completions, in the place of TRL's own
         parts = [finals[rank * local : (rank + 1) * local], own[rank::ranks]]
         grown["advantages"] = output["advantages"].new_zeros(total)
         grown["advantages"][: local + len(parts[1])] = torch.cat(parts)
@@ -706,12 +707,11 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         super()._save_checkpoint(model, trial)
         self._saved_step = self.state.global_step
 
-    def _init_training_state(
-        self, max_steps: int, steps_an_epoch: int, epochs: int, *checkpoint: Any
-    ) -> tuple[int, int]:
+    def _init_training_state(self, *arguments: Any, **keywords: Any) -> Any:
         """As `Trainer` has it; a training that has made its steps already has no epoch left."""
-        begun: tuple[int, int] = super()._init_training_state(max_steps, steps_an_epoch, epochs, *checkpoint)
-        return (epochs, 0) if self.state.global_step >= max_steps else begun
+        begun = super()._init_training_state(*arguments, **keywords)
+        done = self.state.global_step >= self.state.max_steps
+        return (self.state.num_train_epochs, 0) if done else begun
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
