@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from typing import Any
 
 import orjson
@@ -519,14 +519,16 @@ class _Templates:
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, first: bool
     ) -> tuple[Sequence[Message], Sequence[int]]:
-        schemas = list(tools)
-        placed = self._placed(messages)
-        shown = [self._escaped(message) for message in placed]
+        schemas, template = list(tools), self._loop.resources.template
+        if any(message["role"] == "tool" for message in messages) and not template.has_tool_role:
+            messages = self._results_of_users(messages)
+        shown = self._placed([self._escaped(message) for message in messages])
         if images := self._pixels(messages):
             processor = self._loop.resources.images.processor  # type: ignore[union-attr]
             return shown, processor.render(shown, images, tools=schemas or None)
         if not first:  # a rewritten history, or a helper's prompt: as long as it may be
             return shown, self._loop.tokenizer.render(shown, tools=schemas or None)
+        placed = self._placed(messages)
         form = orjson.dumps([placed, schemas], option=orjson.OPT_SORT_KEYS)
         key = hashlib.blake2b(form, digest_size=16).hexdigest()
         return placed, self._loop.resources.prompts.render(placed, prompt_key=key, tools=schemas)
@@ -557,6 +559,16 @@ class _Templates:
             images=self._pixels(shown),
         )
         return shown, ids
+
+    def _results_of_users(self, messages: Sequence[Message]) -> list[Message]:
+        """A history with results of tools in users' messages, for a template without a role for them."""
+        shown: list[Message] = []
+        for are_results, group in groupby(messages, key=lambda message: message["role"] == "tool"):
+            turn = [*group]
+            if are_results:
+                turn = self._loop.resources.template.tool_messages(turn, [one["content"] for one in turn])
+            shown += turn
+        return shown
 
     def _placed(self, messages: Sequence[Message]) -> list[Message]:
         placed = self._loop.tokenizer.form.placed(list(messages))

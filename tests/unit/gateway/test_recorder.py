@@ -16,6 +16,7 @@ from rollstream.trajectory import Message, SamplingParams, Trajectory
 from rollstream.web import HTTPError
 from tests.support.until import until
 from tests.unit.agent.rollouts import END, call_text, demo_tokenizer, resources, started
+from tests.unit.chat.templates import load
 
 TOOL = {
     "type": "function",
@@ -279,3 +280,27 @@ async def test_without_logprobs() -> None:
     await ask(recorder, [user("q")])
     (trajectory,) = recorder.trajectories()
     assert trajectory.response_logprobs is None
+
+
+async def test_results_in_a_rewritten_history_are_shown_by_a_template_without_a_role_for_them() -> None:
+    first_only = "{%- if m.role == 'system' and not loop.first -%}{{ raise_exception('no') }}{%- endif -%}"
+    source = (
+        "{%- for m in messages if m.role != 'tool' -%}"
+        + first_only
+        + "[{{ m.role }}] {{ m.content }}{%- endfor -%}"
+    )
+    tokenizer = load("chatml", source)
+    engine = await started(lambda request: tokenizer.encode("ok<|im_end|>"))
+    recorder, _ = recorder_of(engine, tokenizer=tokenizer)
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {}}}
+    history: list[Any] = [
+        user("q"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "seven"},
+        {"role": "system", "content": "be brief"},
+    ]
+    for messages in ([user("first")], history):
+        await ask(recorder, messages, tools=[TOOL])
+    shown = tokenizer.decode(engine.requests[1].prompt_ids, skip_special_tokens=False)
+    assert "<tool_response>\nseven\n</tool_response>\n\nbe brief" in shown
+    assert recorder.trajectories()[-1].extra["gateway"]["notes"] == ["system message: shown in a user's turn"]
