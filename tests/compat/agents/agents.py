@@ -1,6 +1,6 @@
 """Coding agents as their makers ship them: where each one comes from, and how it is run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,15 @@ PROOF = "proof-42"
 """Printed by `COMMAND`, if it really ran."""
 ANSWER = "The file is written."
 
+_PROGRAMS = Path(__file__).parent
+
 
 @dataclass(frozen=True, kw_only=True)
 class CodingAgent:
     """An agent, and what a model says that uses its shell once and then ends."""
 
     package: str
-    """With its version; of PyPI where it has `==`, else of npm."""
+    """With its version; of PyPI where it has `==`, else of npm. With what it needs besides."""
     command: str
     """For `sh`, with the task in `$task`."""
     tool: str
@@ -24,7 +26,6 @@ class CodingAgent:
     """Of a call of its shell."""
     end: tuple[str, dict[str, Any]] | None = None
     """The tool that ends its work; None: it ends at an answer without a call."""
-    env: dict[str, str] = field(default_factory=dict)
     own_history: bool = False
     """Whether it sends earlier turns as a text of its own, so that each call begins a trajectory."""
 
@@ -41,10 +42,11 @@ AGENTS = {
     ),
     "claude": CodingAgent(
         package="@anthropic-ai/claude-code@2.1.328",
-        command='claude -p "$task" --model $ROLLSTREAM_MODEL --dangerously-skip-permissions',
+        command="""export IS_SANDBOX=1 CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1
+claude -p "$task" --model $ROLLSTREAM_MODEL --dangerously-skip-permissions
+""",
         tool="Bash",
         arguments={"command": COMMAND, "description": "Writes a file"},
-        env={"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"},
     ),
     "opencode": CodingAgent(
         package="opencode-ai@1.18.33",
@@ -71,15 +73,16 @@ cline -P openai -m $ROLLSTREAM_MODEL "$task"
     ),
     "mini": CodingAgent(
         package="mini-swe-agent==2.4.6",
-        command='mini -y --exit-immediately -m openai/$ROLLSTREAM_MODEL -t "$task"',
+        command="""export MSWEA_CONFIGURED=true MSWEA_COST_TRACKING=ignore_errors
+mini -y --exit-immediately -m openai/$ROLLSTREAM_MODEL -t "$task"
+""",
         tool="bash",
         arguments={"command": COMMAND},
         end=("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
-        env={"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"},
     ),
     "deepagents": CodingAgent(
-        package="deepagents-code==0.1.57",
-        command='dcode -n "$task" -S all -M openai:$ROLLSTREAM_MODEL',
+        package="deepagents==0.7.6 langchain-openai==1.7.4",
+        command=f'python {_PROGRAMS / "deepagents_program.py"} "$task"',
         tool="execute",
         arguments={"command": COMMAND},
     ),
@@ -92,7 +95,7 @@ cline -P openai -m $ROLLSTREAM_MODEL "$task"
     ),
     "smolagents": CodingAgent(
         package="smolagents[openai]==1.26.0",
-        command=f'python {Path(__file__).with_name("smolagents_program.py")} "$task"',
+        command=f'python {_PROGRAMS / "smolagents_program.py"} "$task"',
         tool="shell",
         arguments={"command": COMMAND},
         end=("final_answer", {"answer": ANSWER}),

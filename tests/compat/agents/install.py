@@ -28,7 +28,7 @@ def install(name: str) -> None:
     if "==" in package:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "install", "-q"]
-        subprocess.run([*pip, package], check=True)
+        subprocess.run([*pip, *package.split()], check=True)
     else:
         folder.mkdir(parents=True)
         subprocess.run(["npm", "install", "--prefix", folder, *_QUIETLY, package], check=True)

@@ -61,7 +61,7 @@ def worker(engine: ScriptedEngine, name: str, workdirs: Path) -> RolloutWorker:
     path = [folder / "bin", folder / "node_modules" / ".bin", Path(sys.executable).parent]
     options = {
         "command": ["sh", "-c", READ_TASK + agent.command],
-        "env": {**agent.env, "PATH": os.pathsep.join([*map(str, path), os.environ["PATH"]])},
+        "env": {"PATH": os.pathsep.join([*map(str, path), os.environ["PATH"]])},
         "sandbox": "bubblewrap",
         "mounts": [str(folder), str(Path(__file__).parent)],
         "timeout": SECONDS,
@@ -111,3 +111,10 @@ async def test_an_agents_conversation_is_one_exact_trajectory(name: str, tmp_pat
     if not agent.own_history:
         assert [message["role"] for message in earlier[-2:]] == ["assistant", "tool"]
     assert all("rendered_again_tokens" not in each.extra.get("gateway", {}) for each in rollout.trajectories)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_the_page_says_how_an_agent_is_run(name: str) -> None:
+    page, agent = (FOLDER.parent / "docs" / "gateway.md").read_text("utf-8"), AGENTS[name]
+    assert f"\n# {agent.package}: " in page
+    assert agent.command in page or "_program.py" in agent.command
