@@ -367,7 +367,7 @@ async def test_its_chat_route_with_the_openai_engine(
 ) -> None:
     engine = OpenAIEngine(
         [server.url],
-        model_path="other-name" if server.route == "completions" else str(MODEL_PATH),
+        model_path=server.model,
         engine_kwargs={"continue_final_message": True},
     )
     await engine.start()
@@ -430,7 +430,7 @@ async def test_the_gateway_records_what_the_server_says(
         owed = list(logged.log)
         for prompt, sampling, done in owed:
             body = {
-                "model": "other-name" if server.route == "completions" else str(MODEL_PATH),
+                "model": server.model,
                 "prompt": prompt,
                 "max_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,

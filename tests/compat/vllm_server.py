@@ -30,6 +30,8 @@ OPTIONS = {
 class Server:
     route: str
     url: str
+    model: str
+    """What it calls its model."""
     process: subprocess.Popen[bytes]
 
     def running(self) -> int:
@@ -74,7 +76,8 @@ def vllm_server(route: str, log: Path, model: Path = MODEL_PATH) -> Iterator[Ser
     }
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
-    found = Server(route, f"http://127.0.0.1:{port}", process)
+    name = "other-name" if route == "completions" else str(model)
+    found = Server(route, f"http://127.0.0.1:{port}", name, process)
     try:
         deadline = time.monotonic() + 600
         while not is_up(found.url):
