@@ -332,16 +332,6 @@ class TurnTemplate:
         except DataError:
             return False
 
-    def shows(
-        self, messages: Sequence[Message], at: int, *, tools: list[dict[str, Any]] | None = None
-    ) -> bool:
-        """Whether the template shows the text of `messages[at]`; also False if it refuses the conversation."""
-        marked = [*messages[:at], {**messages[at], "content": _MARK}, *messages[at + 1 :]]
-        try:
-            return _MARK in self._tokenizer.render_text(marked, tools=tools)
-        except DataError:
-            return False
-
     def takes_call_id(self, call_id: str) -> bool:
         """Whether the template renders a call and its result with an id like this one; some want a form."""
         form = (len(call_id), call_id.isalnum())
@@ -357,8 +347,11 @@ class TurnTemplate:
     def _shows_result(self, call_id: str) -> bool:
         call = {"type": "function", "id": call_id, "function": {"name": "f", "arguments": {}}}
         answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        result: Message = {"role": "tool", "content": "", "tool_call_id": call_id, "name": "f"}
-        return self.shows([_QUESTION, answer, result], 2)
+        result: Message = {"role": "tool", "content": _MARK, "tool_call_id": call_id, "name": "f"}
+        try:
+            return self._behind_mark([_QUESTION, answer, result], None) is not None
+        except DataError:
+            return False
 
     def tool_messages(self, calls: list[dict[str, Any]], contents: Sequence[Any]) -> list[Message]:
         """Tool results as messages of role `tool`, in order; one user message where there is no such role.

@@ -14,6 +14,7 @@ from rollstream.rollout.validate import check_trajectories
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import Message, SamplingParams, Trajectory
 from rollstream.web import HTTPError
+from tests.support import turns
 from tests.support.until import until
 from tests.unit.agent.rollouts import END, call_text, demo_tokenizer, resources, started
 from tests.unit.chat.templates import load
@@ -85,6 +86,24 @@ async def test_a_conversation_that_grows_is_one_trajectory() -> None:
     assert [m["content"].replace("\u200b", "") for m in trajectory.messages] == [
         m["content"] for m in messages[:-1]
     ]
+
+
+async def test_what_is_between_answers_is_what_the_whole_rendering_has_there() -> None:
+    """The system prompt stands before the last question, and an answer ends with two special tokens."""
+    tokenizer = turns.load(
+        "{%- for m in messages if m.role != 'system' -%}"
+        "{%- if loop.last and m.role == 'user' -%}<|system|>{{ messages[0].content }}{%- endif -%}"
+        "<|turn|>{{ m.content }}{%- if m.role == 'assistant' -%}<|end_text|>{%- endif -%}<|end|>{%- endfor -%}"
+        "{%- if add_generation_prompt -%}<|turn|>{%- endif -%}"
+    )
+    engine = await started(lambda r: tokenizer.encode("dry<|end_text|><|end|>"))
+    recorder, _ = recorder_of(engine, tokenizer=tokenizer)
+    messages: list[Any] = [{"role": "system", "content": "short"}, user("Lyon?")]
+    await ask(recorder, [*messages, await ask(recorder, messages), user("Nice?")])
+    (trajectory,) = recorder.trajectories()
+    between = "<|system|>short<|turn|>Nice?<|end|><|turn|>"
+    text = tokenizer.decode(trajectory.response_ids, skip_special_tokens=False)
+    assert text == f"dry<|end_text|><|end|>{between}dry<|end_text|><|end|>"
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.booleans()), min_size=1, max_size=8))
