@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer
 from rollstream.chat.tool_schema import row_tools
 from rollstream.data.row import messages_in_text
@@ -43,6 +44,9 @@ def first_look(
             f"the column tools of {unread} of the first {len(rows)} prompt rows is no list of function schemas: it is "
             "not shown to the model"
         )
+    schema = next((schemas[0] for row in rows if (schemas := row_tools(row.columns.get("tools")))), None)
+    if schema is not None and not TurnTemplate(tokenizer).shows_tool(schema):
+        lines.append("the chat template shows no tools, and rows have some in their column tools")
     if in_text := sum(type(prompt) is str and messages_in_text(prompt) is not None for prompt in given):
         lines.append(
             f"{in_text} of the first {len(given)} prompts are messages as JSON text: taken as messages"

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,3 +53,13 @@ def test_tools_that_are_no_schemas(tokenizer: ChatTokenizer) -> None:
     assert look(tokenizer, row | {"tools": [{"name": "rain_in"}]}, row | {"tools": []}) == []
     (line,) = look(tokenizer, row | {"tools": ["rain_in"]}, row)
     assert "tools of 1 of the first 2" in line
+
+
+def test_tools_that_the_template_does_not_show(tmp_path: Path) -> None:
+    template = tmp_path / "plain.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    plain = load_tokenizer(str(MODEL_PATH), custom_chat_template=str(template))
+    row = {"prompt": "Rain in Lyon?", "answer": "no"}
+    (line,) = look(plain, row, row | {"tools": [{"name": "rain_in"}]})
+    assert "shows no tools" in line
+    assert look(plain, row) == []
