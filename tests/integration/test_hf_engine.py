@@ -255,7 +255,12 @@ async def test_broken_weights_are_an_error_and_not_a_sample(start: Start, module
     engine = await start(module)
     state = {name: tensor * torch.nan for name, tensor in module.state_dict().items()}
     good = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    await engine.load_state_dict(state, 1)
+    with pytest.raises(EngineError, match="not numbers"):
+        await engine.load_state_dict(state, 1)
+    async with engine.changing_weights(1):  # their owner's own doing
+        with torch.no_grad():
+            for tensor in module.parameters():
+                tensor.mul_(torch.nan)
     broken = await asyncio.gather(*ask(engine, 8), return_exceptions=True)
     assert all("logits are not numbers" in str(error) for error in broken)
     await engine.load_state_dict(good, 2)
