@@ -43,8 +43,8 @@ _AGENTS_OWN = ("client_sampling", "strict", "train_side_calls", "max_calls", "ma
 
 _GUESS = (
     "a program had several conversations, none of them ends in an answer that it stated, and the prompt row "
-    "begins none or several: the newest is taken as its answer. State the answer (docs/gateway.md); such "
-    "rollouts are told of once"
+    "begins none or several: which one is its answer is a guess. State the answer (docs/gateway.md); this is "
+    "said once"
 )
 
 T = TypeVar("T")

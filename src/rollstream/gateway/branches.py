@@ -1,7 +1,7 @@
 """Which conversation of a session is the rollout's answer, and which of the others helped.
 
     final       its last text is the answer that the program states; else it is the newest that begins with the
-                prompt row; else the newest of all
+                prompt row; else the newest of all. Before newer ones come those that show tools, if one does
     branch      begins as the final one does (a retry, a vote), or its answers went into such a conversation
                 (a sub-agent, a history that was compacted)
     side call   any other (a title, a commit message), what was asked after the answer, and what says so itself
@@ -60,8 +60,9 @@ class Branches:
     branches: Sequence[Branch]
     """The final one last."""
     is_guess: bool = False
-    """Whether nothing tells the final one from conversations that begin otherwise, but that it is the newest. Then
-    none is known to be a side call, unless it says so itself."""
+    """Whether another conversation might as well be the final one: nothing is stated that fits, and either neither
+    begins with the prompt row, or both do, and neither tools nor time tell. Then none is known to be a side call,
+    unless it says so itself."""
 
 
 def find_branches(
@@ -118,10 +119,17 @@ def _final(
     begins = _begins_with(prompt, candidates, usage)
     most = max(begins.values())
     candidates = [one for one in candidates if begins[one] == most]
-    final = _newest(candidates)
+    # OpenCode's title call has the prompt, too, and no tools.
+    final = _newest([one for one in candidates if one.origin.ask.tools] or candidates)
+    others = (one for one in candidates if one.segment.beginning != final.segment.beginning)
+
+    def is_no_rival(one: Branch) -> bool:
+        was_over = one.last.answered < final.last.ask.begun
+        is_plainer = bool(final.origin.ask.tools) and not one.origin.ask.tools
+        return (bool(most) and was_over and is_plainer) or _carries_on(final, one, usage)
+
     is_stated = bool(stated) and _fit(stated, final.last) > 0
-    differ = (one for one in candidates if one.segment.beginning != final.segment.beginning)
-    return final, not is_stated and not all(usage.of(final, one) for one in differ)
+    return final, not (is_stated or all(map(is_no_rival, others)))
 
 
 _SAME, _CONTAINED = 2, 1

@@ -159,6 +159,22 @@ def test_it_is_a_guess_where_nothing_tells() -> None:
     assert sorted_out(client, answer="one") == ("one", ["two"], False)
 
 
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("tools", [[], [TOOL]])
+def test_of_conversations_that_begin_alike_those_with_tools_come_first(after: bool, tools: list[Any]) -> None:
+    client = Client()
+    asked = [system("You work."), user(f"Task: {TASK['content']}")]
+    for is_title in (False, True) if after else (True, False):
+        if is_title:
+            name_it(client)
+        else:
+            said(client, asked, "126", *tools)
+    title = "Bricks of a garden wall"
+    decided = bool(tools) and not after
+    final = title if after and not tools else "126"
+    assert sorted_out(client) == (final, [title] if decided else [], not decided)
+
+
 def test_a_session_without_answers_has_none() -> None:
     client = Client()
     client.begin([TASK])
