@@ -1,7 +1,7 @@
 """Which conversation of a session is the rollout's answer, and which of the others helped.
 
     final       its last text is the answer that the program states; else it is the newest that begins with the
-                prompt row; else the newest of all. Before newer ones come those that show tools, if one does
+                prompt row (of several those that show tools, if one does); else the newest of all
     branch      begins as the final one does (a retry, a vote), or its answers went into such a conversation
                 (a sub-agent, a history that was compacted)
     side call   any other (a title, a commit message), what was asked after the answer, and what says so itself
@@ -120,7 +120,7 @@ def _final(
     most = max(begins.values())
     candidates = [one for one in candidates if begins[one] == most]
     # OpenCode's title call has the prompt, too, and no tools.
-    final = _newest([one for one in candidates if one.origin.ask.tools] or candidates)
+    final = _newest([one for one in candidates if most and one.origin.ask.tools] or candidates)
     others = (one for one in candidates if one.segment.beginning != final.segment.beginning)
 
     def is_no_rival(one: Branch) -> bool:
