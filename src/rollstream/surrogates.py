@@ -31,11 +31,6 @@ def replace_in_value(value: Any) -> Any:
     return [replace_in_value(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def replace_in_utf8(encoded: bytes) -> tuple[bytes, int]:
-    """UTF-8 without surrogates that were encoded as if they were characters, and how many there were."""
-    return _ENCODED.subn(REPLACEMENT.encode(), encoded)
-
-
 def replace_in_json(text: bytes) -> tuple[bytes, int]:
     """JSON without lone surrogates, and how many there were; as it is if it has none, or is no JSON."""
     try:
@@ -43,7 +38,7 @@ def replace_in_json(text: bytes) -> tuple[bytes, int]:
         written = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except (ValueError, RecursionError):
         return text, 0
-    mended, count = replace_in_utf8(written)
+    mended, count = _ENCODED.subn(REPLACEMENT.encode(), written)
     return (mended, count) if count else (text, 0)
 
 

@@ -338,8 +338,8 @@ class WebServer:
     ) -> None:
         self.limits = limits or Limits()
         self.body_bytes = 0
-        self.replaced_surrogates = 0
         """Of bodies in flight."""
+        self.replaced_surrogates = 0
         self.url = ""
         """Known once `start` has returned."""
         self._access = access or Access()

@@ -13,7 +13,7 @@ import re
 import sys
 import uuid
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -22,7 +22,7 @@ import orjson
 from msgspec import UNSET, Meta, UnsetType
 
 from rollstream.errors import RollstreamError
-from rollstream.surrogates import replace_in_json, replace_in_utf8, replace_in_value
+from rollstream.surrogates import replace_in_value
 
 InstanceId = int | str
 """Names the prompt that an item answers. 7 and "7" are two ids."""
@@ -215,17 +215,6 @@ def split_batch(body: bytes, encoding: Encoding) -> list[bytes] | None:
     return [bytes(raw) for raw in batch]
 
 
-def replace_surrogates(body: bytes, encoding: Encoding) -> tuple[bytes, int]:
-    """The body of items without lone surrogates, and how many there were."""
-    if encoding == "json":
-        return replace_in_json(body)
-    mended, count = bytearray(body), 0
-    for start, end in _packed_texts(body):
-        mended[start:end], many = replace_in_utf8(body[start:end])
-        count += many
-    return bytes(mended), count
-
-
 def with_uid(body: bytes, uid: str, encoding: Encoding) -> bytes:
     """The body of an item that has no uid, with this one."""
     if encoding == "json":
@@ -359,31 +348,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, array | numpy.ndarray | numpy.generic):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} has no form in an item")
-
-
-_LENGTHS: Final = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""Bytes that hold the length of msgpack's binary, extensions and longer texts."""
-_NEITHER: Final = re.compile(
-    rb"(?:[\x00-\x9f\xc0-\xc3\xe0-\xff]|[\xcc\xd0].|[\xcd\xd1\xd4\xdc\xde].{2}|\xd5.{3}"
-    rb"|[\xca\xce\xd2\xdd\xdf].{4}|\xd6.{5}|[\xcb\xcf\xd3].{8}|\xd7.{9}|\xd8.{17})*+",
-    re.DOTALL,
-)
-"""What msgpack has besides: numbers, heads of lists and maps, whose values follow, and short extensions."""
-
-
-def _packed_texts(body: bytes) -> Iterator[tuple[int, int]]:
-    """Where the texts in msgpack stand."""
-    at = 0
-    while (skipped := _NEITHER.match(body, at)) is not None and (at := skipped.end()) < len(body):
-        head, at = body[at], at + 1
-        size = head & 31
-        if head in _LENGTHS:
-            width = _LENGTHS[head]
-            size = int.from_bytes(body[at : at + width]) + (0xC7 <= head <= 0xC9)  # an extension has a type
-            at += width
-        if head < 0xC0 or head >= 0xD9:
-            yield at, min(at + size, len(body))
-        at += size
 
 
 _BYTE: Final = re.compile(r"\(byte (\d+)\)")

@@ -23,7 +23,6 @@ from rollstream.buffer.items import (
     ItemError,
     parse_items,
     parse_nth,
-    replace_surrogates,
     split_batch,
 )
 from rollstream.buffer.jobs import Jobs
@@ -34,6 +33,7 @@ from rollstream.buffer.store.sql import Driver, SqlStore
 from rollstream.buffer.store.sqlite import SqliteDriver
 from rollstream.errors import BufferFullError, ConfigError, RollstreamError, RunDirectoryError
 from rollstream.store.lock import LockHeldError, RunLock
+from rollstream.surrogates import replace_in_json
 from rollstream.web import HTTPError
 
 _LOG = logging.getLogger(__name__)
@@ -187,12 +187,14 @@ class Service:
         """Checks items, without stopping the event loop for long. Raises `ItemError`.
 
         Returns:
-            The items, and how many lone surrogates in them were replaced by U+FFFD.
+            The items, and how many lone surrogates in them were replaced by U+FFFD. Writers of msgpack have none.
         """
         try:
             return await self._parse(body, encoding), 0
         except ItemError:
-            mended, replaced = await asyncio.to_thread(replace_surrogates, body, encoding)
+            if encoding == "msgpack":
+                raise
+            mended, replaced = await asyncio.to_thread(replace_in_json, body)
             if not replaced:
                 raise
             return await self._parse(mended, encoding), replaced
