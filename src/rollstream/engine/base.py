@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from rollstream.trajectory import Completion, Message, SamplingParams
+from rollstream.trajectory import Completion, LogprobKind, Message, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +13,7 @@ class Capabilities:
 
     token_ids: bool
     """Takes and returns token ids exactly. If not, it is a `ChatEngine`: it speaks messages."""
-    logprobs: Literal["raw", "processed", "none"]
-    """Log-probs of the model's own distribution (raw), of the one sampled from (processed), or none."""
+    logprobs: LogprobKind | Literal["none"]
     seeds: bool
     """A seed per request makes its tokens repeatable."""
     stop_strings: bool

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rollstream.engine.base import Capabilities, Engine
 from rollstream.engine.checks import ids_fit
@@ -17,9 +17,6 @@ from rollstream.sampling import check_extra, sampling_changes
 from rollstream.trajectory import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-"""By vLLM's and verl's names."""
 
 _MODULES = {
     "hf": "rollstream.engine.hf",
@@ -154,7 +151,7 @@ def check_capabilities(
     prompt_length: int,
     response_length: int,
     max_model_len: int | None,
-    logprobs_mode: LogprobsMode | None = None,
+    logprobs_mode: str | None = None,
 ) -> None:
     """Refuses a run that asks for more than its engine can give (R8). Call it once `start` has returned.
 
@@ -164,7 +161,7 @@ def check_capabilities(
         prompt_length: longest prompt, in tokens.
         response_length: longest response, in tokens.
         max_model_len: the user's own limit; None leaves it to the engine.
-        logprobs_mode: what log-probs are wanted of; None takes the engine's.
+        logprobs_mode: `raw_logprobs` or `processed_logprobs`, if the run wants one of them; None takes the engine's.
 
     Raises:
         ConfigError: naming every key that asks for too much.

@@ -42,7 +42,7 @@ from rollstream.engine.servers import (
 )
 from rollstream.errors import EngineError, TransientEngineError
 from rollstream.sampling import bias_by_id, schema_text, server_sampling
-from rollstream.trajectory import Completion, SamplingParams
+from rollstream.trajectory import Completion, LogprobKind, SamplingParams
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,8 +62,6 @@ _NO_SUCH_TEXT = "no such text"
 Route = Literal["/inference/v1/generate", "/v1/completions"]
 GENERATE: Route = "/inference/v1/generate"
 COMPLETIONS: Route = "/v1/completions"
-
-LogprobKind = Literal["raw", "processed", "none"]
 
 _UNKNOWN_LOGPROB = -9999.0
 """What a server writes for a log-prob that is minus infinity, not a number, or not there."""
@@ -276,7 +274,7 @@ class VLLMReplica(ServerReplica):
         # 403 without --enable-scale-out, 404 in older versions.
         return await self._takes(_ABORT, {"request_ids": []}, timeout_s=ABORT_TIMEOUT_S) is not None
 
-    async def _probe(self) -> tuple[LogprobKind, bool]:
+    async def _probe(self) -> tuple[LogprobKind | Literal["none"], bool]:
         """What log-probs are of, which no route says, and whether stop texts are taken."""
         rid = f"probe-{secrets.token_hex(4)}"
         payload = None
@@ -538,7 +536,7 @@ def probe_body(route: Route, rid: str, model: str, *, stop: Sequence[str]) -> di
     return body
 
 
-def read_probe(payload: bytes, rid: str) -> tuple[LogprobKind, bool]:
+def read_probe(payload: bytes, rid: str) -> tuple[LogprobKind | Literal["none"], bool]:
     """What the log-probs in a probe's reply are of, and whether the reply names the request.
 
     The probe asked for the best token alone (`top_k` 1) and for the log-probs of several. In the distribution

@@ -42,7 +42,7 @@ from rollstream.rollout.workers import WorkersExecutor
 from rollstream.stop_signals import StopSignals
 from rollstream.store.records import EncodedRollout
 from rollstream.store.writer import StoreWriter
-from rollstream.trajectory import Failure, Rollout
+from rollstream.trajectory import Failure, LogprobKind, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Execution:
     """Attempts that failed and were followed by another."""
     reward_failed: Callable[[], int]
     """Rollouts that completed but could not be scored."""
-    logprobs: Literal["raw", "processed", "none"] | None = None
+    logprobs: LogprobKind | Literal["none"] | None = None
     """What the engine's log-probs are of."""
     engine: object = None
     """Asked how busy it is, see `ask_load`."""
