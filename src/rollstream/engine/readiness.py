@@ -358,11 +358,11 @@ class Readiness:
             return WeightsLostError(f"{member.name} has loaded {source}, and fails since then: {error}")
         if scores is None:
             return None
-        now = Scores(scores, None if source is None else await asyncio.to_thread(read_probe, source))
-        problem = find_problem(now, before)
-        if source is None:
-            problem = None  # what a server began with is nobody's update
-        if problem is not None:
+        if source is None:  # what a server began with is nobody's update
+            member.scores = Scores(scores, None)
+            return None
+        now = Scores(scores, await asyncio.to_thread(read_probe, source))
+        if (problem := find_problem(now, before)) is not None:
             return WeightsLostError(f"{member.name} has loaded {source}, but {problem}")
         member.scores = now
         is_unchanged = before is not None and difference(scores, before.engine) < _UNCHANGED

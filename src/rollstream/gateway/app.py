@@ -279,7 +279,10 @@ class Endpoint:
         if sampling is None:
             notes |= wishes
         for asked_for, value in notes.items():
-            self._log_once(f"model={_short(value)}" if asked_for == "model" else asked_for)
+            about = f"model={_short(value)}" if asked_for == "model" else asked_for
+            self.log_once(
+                about, f"agents ask for {about}, which is not done as asked: each trajectory's notes say so"
+            )
         return Call(
             asked.messages,
             asked.tools,
@@ -290,11 +293,6 @@ class Endpoint:
             deferred=asked.deferred,
             notes={asked_for: _short(value) for asked_for, value in notes.items()},
             name=name,
-        )
-
-    def _log_once(self, asked: str) -> None:
-        self.log_once(
-            asked, f"agents ask for {asked}, which is not done as asked: each trajectory's notes say so"
         )
 
     def log_once(self, about: str, text: str, *, level: int = logging.INFO) -> None:

@@ -522,16 +522,18 @@ class _Templates:
         schemas, template = list(tools), self._loop.resources.template
         if any(message["role"] == "tool" for message in messages) and not template.has_tool_role:
             messages = self._results_of_users(messages)
-        shown = self._placed([self._escaped(message) for message in messages])
-        if images := self._pixels(messages):
+        images = self._pixels(messages)
+        if images or not first:
+            messages = [self._escaped(message) for message in messages]
+        shown = self._placed(messages)
+        if images:
             processor = self._loop.resources.images.processor  # type: ignore[union-attr]
             return shown, processor.render(shown, images, tools=schemas or None)
         if not first:  # a rewritten history, or a helper's prompt: as long as it may be
             return shown, self._loop.tokenizer.render(shown, tools=schemas or None)
-        placed = self._placed(messages)
-        form = orjson.dumps([placed, schemas], option=orjson.OPT_SORT_KEYS)
+        form = orjson.dumps([shown, schemas], option=orjson.OPT_SORT_KEYS)
         key = hashlib.blake2b(form, digest_size=16).hexdigest()
-        return placed, self._loop.resources.prompts.render(placed, prompt_key=key, tools=schemas)
+        return shown, self._loop.resources.prompts.render(shown, prompt_key=key, tools=schemas)
 
     def after(self, turn: Turn, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[int]]:
         template = self._loop.resources.template

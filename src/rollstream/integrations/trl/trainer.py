@@ -597,9 +597,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
 
         def push() -> None:
             assert self._batches is not None
-            self._batches.update_weights(
-                folder, self._batches.step
-            )  # perhaps in the middle of the last batch
+            # Perhaps in the middle of the last batch, where the version has to be named.
+            self._batches.update_weights(folder, self._batches.step)
 
         from_main(self.accelerator, push)
         self._folder.forget_older()

@@ -30,10 +30,6 @@ class TextColumnsDataset(MultiTurnSFTDataset):  # type: ignore[misc]
 def _decoded(value: Any) -> Any:
     if isinstance(value, str):
         return json.loads(value)
-    return (
-        [_decoded(item) for item in value]
-        if isinstance(value, list)
-        else None
-        if value is pandas.NA
-        else value
-    )
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    return None if value is pandas.NA else value
