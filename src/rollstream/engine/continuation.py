@@ -190,11 +190,19 @@ class ContinuingEngine:
     Args:
         engine: what generates; started, updated and closed through this one.
         on_update: see above.
+        check: refuses sampling by what it raises, before anything is generated.
     """
 
-    def __init__(self, engine: Engine, *, on_update: OnUpdate = "continue") -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_update: OnUpdate = "continue",
+        check: Callable[[Capabilities, SamplingParams], None] = lambda *_: None,
+    ) -> None:
         self._engine = engine
         self._on_update = on_update
+        self._check = check
         self._weights_inside = _weights_reader(engine)
         self._requests: dict[str, _Request] = {}
         self._inside: set[_Request] = set()
@@ -244,6 +252,7 @@ class ContinuingEngine:
             TransientEngineError: also when the engine ends this request again and again without a token, and
                 others go on; `EngineUnavailableError` when none goes on.
         """
+        self._check(self.capabilities, sampling)
         request = _Request(request_id, PartialCompletion(prompt_ids, sampling))
         self._requests[request_id] = request
         try:

@@ -29,7 +29,7 @@ from rollstream.rollout.worker_host import BuiltWorker
 from rollstream.scratch import ScratchFolder
 from rollstream.training.plan import PlannedGroup
 from rollstream.training.rollout_groups import RolloutGroups
-from rollstream.trajectory import Completion, PromptRow, Rollout, SamplingParams
+from rollstream.trajectory import PromptRow, Rollout
 
 Layers = Sequence[Mapping[str, Any] | Path]
 
@@ -88,7 +88,7 @@ class ConfiguredGroups:
         logs = ScratchFolder("engine")
         self._opened.callback(logs.cleanup)
         plain, rollout = setup.create_plain_engine(logs.path), self._settings.actor_rollout_ref.rollout
-        self.engine = ExactEngine(plain, on_update=rollout.on_weight_update)
+        self.engine = ContinuingEngine(plain, on_update=rollout.on_weight_update, check=refuse_raw_logprobs)
         self._groups = RolloutGroups(
             partial(self._make_worker, setup, self.engine),
             self.row,
@@ -112,22 +112,6 @@ class ConfiguredGroups:
 
     async def _make_worker(self, setup: RolloutSetup, engine: Engine) -> RolloutWorker:
         return build_worker(setup, engine, self._prompts.agent_names()).worker
-
-
-class ExactEngine(ContinuingEngine):
-    """An engine whose log-probs are those of what is drawn from, whoever says how to sample."""
-
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        request_id: str,
-        images: list[object] | None = None,
-    ) -> Completion:
-        """See `ContinuingEngine.generate`. Raises what `refuse_raw_logprobs` does."""
-        refuse_raw_logprobs(self.capabilities, sampling)
-        return await super().generate(prompt_ids, sampling, request_id=request_id, images=images)
 
 
 def resolve_config(overrides: Sequence[str], layers: Layers) -> DictConfig:

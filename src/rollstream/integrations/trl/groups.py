@@ -17,7 +17,7 @@ from typing import Any
 from rollstream.config.load import to_settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.first_look import LOOKED_AT, first_look
-from rollstream.engine.base import Engine
+from rollstream.engine.base import Capabilities, Engine
 from rollstream.engine.continuation import ContinuingEngine, OnUpdate
 from rollstream.errors import ConfigError, GroupFailedError, TrainingError
 from rollstream.integrations.configured_groups import build_worker, make_setup
@@ -30,7 +30,7 @@ from rollstream.rollout.worker_host import BuiltWorker
 from rollstream.scratch import ScratchFolder
 from rollstream.training.ahead import BatchesAhead
 from rollstream.training.plan import FunctionPlan, PlannedGroup
-from rollstream.trajectory import Completion, Failure, PromptRow, Rollout, SamplingParams, Trajectory
+from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -194,33 +194,20 @@ class EnvironmentGroups:
 
 
 class TrainedEngine(ContinuingEngine):
-    """The engine of a training: refuses sampling that the loss does not know of, whoever asks for it."""
+    """The engine of a training: refuses sampling that the loss does not know of, wherever it comes from."""
 
     def __init__(self, engine: Engine, temperature: float, *, on_update: OnUpdate) -> None:
-        super().__init__(engine, on_update=on_update)
+        super().__init__(engine, on_update=on_update, check=self._refuse)
         self._temperature = temperature
         self.refused: ConfigError | None = None
-        """The first refusal. It ends the training: who asked may go on without an answer, and say nothing."""
+        """The first refusal. It ends the training: an agent may go on without an answer, and say nothing."""
 
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        request_id: str,
-        images: list[object] | None = None,
-    ) -> Completion:
-        """See `ContinuingEngine.generate`.
-
-        Raises:
-            ConfigError: see `refuse_sampling`.
-        """
+    def _refuse(self, _capabilities: Capabilities, sampling: SamplingParams) -> None:
         try:
             refuse_sampling(sampling, self._temperature)
         except ConfigError as error:
             self.refused = self.refused or error
             raise
-        return await super().generate(prompt_ids, sampling, request_id=request_id, images=images)
 
 
 async def within(running: Any, seconds: float, availability: EngineAvailability) -> Any:
