@@ -12,11 +12,13 @@ The last two write values as bare text, of the types that the tool's schema decl
 """
 
 import ast
-import math
+import json
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
+
+import orjson
 
 from rollstream.chat.parsers.base import register_parser
 from rollstream.chat.parsers.json_call import UnreadableError, decode_value, is_bare_name
@@ -162,8 +164,8 @@ def parameters_of(tools: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
 def declared_types(parameters: dict[str, Any], name: str) -> set[str]:
     """JSON-schema types that a parameter may have, alternatives and local references included.
 
-    What only an object or an array can have, such as `properties`, declares it, as do the values of an `enum`.
-    Empty if nothing is declared.
+    Keywords that only an object or an array has, such as `properties`, declare one, and so do the values of an
+    `enum`. Empty if nothing is declared.
     """
     properties = parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, dict) else None
@@ -206,24 +208,11 @@ def _python_literal(literal: str, otherwise: Any) -> Any:
     if literal[:1] not in ("[", "{", "(") or len(literal) > _LONGEST_LITERAL:
         return otherwise
     try:
-        return _as_json(ast.literal_eval(literal))
+        value = ast.literal_eval(literal)
+        json.dumps(value, allow_nan=False)  # orjson has null for an infinity
+        return orjson.loads(orjson.dumps(value))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return otherwise
-
-
-def _as_json(value: Any) -> Any:
-    """A value with lists for tuples. Raises `ValueError` for what JSON cannot express."""
-    if isinstance(value, list | tuple):
-        return [_as_json(item) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _as_json(item) for key, item in value.items()}
-    if value is None or isinstance(value, str | bool):
-        return value
-    if (isinstance(value, int) and -(2**63) <= value < 2**64) or (
-        isinstance(value, float) and math.isfinite(value)
-    ):
-        return value
-    raise ValueError
 
 
 def _types(schema: Any, root: dict[str, Any], depth: int) -> set[str]:
