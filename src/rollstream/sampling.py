@@ -86,7 +86,7 @@ def sampling_of_row(sampling: SamplingParams, given: Any) -> SamplingParams:
 
 
 def changes_of_distribution(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes the distribution that is drawn from another one than the model's own.
+    """The parameters by which tokens are not drawn from the model's own distribution.
 
     Args:
         values: sampling parameters by their names here; others do not count.

@@ -43,7 +43,7 @@ def replace_in_json(text: bytes) -> tuple[bytes, int]:
 
 
 def decode_json(text: bytes, decode: Callable[[bytes], T]) -> tuple[T, int]:
-    """What a strict decoder makes of JSON, and how many lone surrogates were replaced for it.
+    """Decodes JSON strictly, and counts the lone surrogates that were replaced for it.
 
     Raises:
         ValueError: The decoder's.

@@ -9,7 +9,7 @@ FinishReason = Literal["stop", "length", "abort"]
 """Why an engine stopped: an end token or stop string, the token limit, or an abort."""
 
 LogprobKind = Literal["raw", "processed"]
-"""What log-probs are of: the model's own distribution, or the one that was drawn from."""
+"""Log-probs are of the model's own distribution (raw), or of the one that was drawn from (processed)."""
 
 Message = dict[str, Any]
 """One chat message: `role`, `content`, and what else the chat template knows (`tool_calls`, ...)."""

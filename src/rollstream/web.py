@@ -145,7 +145,7 @@ class Request:
         params: what the path's `{name}` segments stand for.
         shown_token: the server's token came with it.
         token_of: whose limited token came with it.
-        replaced_surrogates: in its body, as `decode` found it.
+        replaced_surrogates: lone surrogates of its body, once `decode` has read it.
     """
 
     def __init__(self, raw: web.BaseRequest, server: "WebServer") -> None:
@@ -225,7 +225,7 @@ class Request:
             raise _unreadable("the body", error) from error
 
     def decode(self, body: bytes, decoder: Callable[[bytes], T]) -> T:
-        """What a decoder of JSON makes of the body; see `surrogates.decode_json`."""
+        """Decodes the body as `surrogates.decode_json` does, and counts what was replaced."""
         value, replaced = decode_json(body, decoder)
         self.count_surrogates(replaced)
         return value

@@ -237,7 +237,7 @@ class AgentLoop(ABC):
     def tool_marks(self, prompt_ids: list[int]) -> dict[str, Any]:
         """`shown_tools` of the `extra` of a trajectory with this prompt: the schemas that it shows.
 
-        Those of the run by their digests, a row's own as they are.
+        The run's schemas stand there by their digests, a row's own as they are.
 
         Nothing where it shows none, or that is not known.
         """

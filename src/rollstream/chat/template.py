@@ -100,7 +100,7 @@ class TurnTemplate:
     def _after(
         self, messages: Sequence[Message], added: Sequence[Message], tools: list[dict[str, Any]] | None
     ) -> tuple[str, list[Message]]:
-        """What follows the answer, and the conversation up to it with a mark in its place."""
+        """Renders what follows the answer, and gives the conversation with a mark in the answer's place."""
         recent = _recent(messages)
         if len(recent) == len(messages):
             return self._render_after(messages, added, tools)
@@ -176,14 +176,14 @@ class TurnTemplate:
         return end
 
     def _text_first(self, text: str) -> str:
-        """What stands before the first special token, without white space; all, if there is none."""
+        """The text before the first special token, without white space; all of it, if there is none."""
         special = self._tokenizer.special_ids
         ids = self._tokenizer.encode(text)
         first = next((at for at, token_id in enumerate(ids) if token_id in special), len(ids))
         return self._tokenizer.decode(ids[:first]).strip()
 
     def _split(self, marked: list[Message], tools: list[dict[str, Any]] | None) -> tuple[str, str]:
-        """What stands behind the mark of the last message when nothing follows.
+        """Reads what stands behind the mark of the last message when nothing follows.
 
         Returns:
             The syntax that closes a call, which the model has written itself; and how the turn ends, such as
@@ -207,7 +207,7 @@ class TurnTemplate:
         *,
         add_generation_prompt: bool = True,
     ) -> str | None:
-        """What follows the last mark; None if there is none."""
+        """The text behind the last mark; None if there is no mark."""
         rendered = self._tokenizer.render_text(
             messages, tools=tools, add_generation_prompt=add_generation_prompt
         )
@@ -271,7 +271,7 @@ class TurnTemplate:
     def _answer_text(
         self, messages: Sequence[Message], answer: Message, tools: list[dict[str, Any]] | None
     ) -> tuple[str, str]:
-        """What the template writes of an answer after its generation prompt, and the end of the turn.
+        """Renders an answer as it stands after the generation prompt, and the end of the turn.
 
         The end is "" if it is none that the tokenizer knows.
         """
@@ -291,7 +291,7 @@ class TurnTemplate:
         raise refusal or DataError("the chat template does not show the assistant's messages")
 
     def _written(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
-        """What the template writes of the last message behind the generation prompt of the others."""
+        """Renders the last message as it stands behind the generation prompt of the others."""
         prompt = self._tokenizer.render_text(messages[:-1], tools=tools)
 
         def whole(answer: Message) -> str:

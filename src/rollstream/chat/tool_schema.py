@@ -128,7 +128,7 @@ class ArgumentCheck:
         self._validator = validators.extend(kind, nullable)(parameters, registry=REGISTRY)
 
     def misfit(self, arguments: Mapping[str, Any]) -> str | None:
-        """Where the arguments do not fit and why, such as `words: 'a b' is not of type 'array'`; None if they do."""
+        """Says which arguments do not fit, as in `words: 'a b' is not of type 'array'`; None if all do."""
         from jsonschema.exceptions import best_match
         from referencing.exceptions import Unresolvable
 

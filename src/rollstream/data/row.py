@@ -19,7 +19,7 @@ TRUTH_COLUMNS = (
     *("reward_model.ground_truth", "ground_truth", "answer"),
     *("label", "solution", "reward_spec.ground_truth"),  # slime; open-r1 and NuminaMath; SkyRL
 )
-"""Where a ground truth is looked for; the first that is there and not null counts."""
+"""Columns that may have the ground truth; the first that is there and not null counts."""
 
 _JSON_COLUMNS = ("extra_info", "reward_model", "reward_spec", "tools_kwargs")
 """Columns that hold a mapping, which may also be given as JSON text."""

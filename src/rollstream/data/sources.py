@@ -530,7 +530,7 @@ def _open_parquet(path: Path) -> ArrowRows:
             spool_for(str(path)) as spool,
             pa.ipc.new_stream(spool, parquet.schema_arrow) as writer,
         ):
-            # One at a time: each has dictionaries of its own, of which a stream (not a file) may have several.
+            # Each group has dictionaries of its own; a stream may have several of them, a file may not.
             for i in range(parquet.metadata.num_row_groups):
                 group = parquet.metadata.row_group(i)
                 row_bytes = max(1, group.total_byte_size // max(1, group.num_rows))

@@ -42,7 +42,7 @@ class EngineKind:
     is_token_exact: bool = True
     """Takes and gives token ids."""
     logprobs: LogprobKind | None = None
-    """What its log-probs are of, where that is known before it is started."""
+    """The distribution that its log-probs are of, if that is known before it is started."""
     launches: tuple[str, ...] = ()
     """Servers that rollstream can launch for it."""
     make_replica: Callable[[str, EngineOptions], Replica] | None = None

@@ -375,7 +375,7 @@ class Readiness:
         return None
 
     def _disagreement(self, member: Member, others: Iterable[Member]) -> WeightsLostError | None:
-        """What is wrong where a replica's log-probs are not those of most others with the same weights."""
+        """The error of a replica whose log-probs are not those of most others with the same weights."""
         known = [one.scores.engine for one in {member, *others} if one.scores is not None]
         if member.scores is None or not differ(member.scores.engine, known):
             return None

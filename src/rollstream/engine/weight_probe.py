@@ -34,7 +34,7 @@ class Scores:
 
     engine: list[float]
     trainer: list[float] | None
-    """Of the same weights, where the trainer said them."""
+    """By the same weights in the trainer; None where it wrote none."""
 
 
 def read_probe(source: str) -> list[float] | None:
@@ -75,7 +75,7 @@ def write_probe(folder: Path, logprobs: Sequence[float]) -> None:
 
 
 def find_problem(now: Scores, before: Scores | None) -> str | None:
-    """What is wrong with the weights that an engine says it has loaded; None if nothing is seen."""
+    """Says what is wrong with the weights that an engine has loaded; None if nothing is seen."""
     if not all(map(math.isfinite, now.engine)):
         return "its log-probs are not numbers: the weights are broken"
     if now.trainer is None:

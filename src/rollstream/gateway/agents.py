@@ -219,7 +219,7 @@ def finished(
         endpoint.log_once("a final trajectory is a guess", _GUESS, level=logging.WARNING)
     for final in found[-1:]:
         final.metrics.generate_s = loop.metrics.generate_s
-        # What is neither waiting for answers nor the rollout's own is the agent's.
+        # The agent has all time but that in which it waited for answers.
         final.metrics.tool_s = max(0.0, time.monotonic() - started - loop.metrics.generate_s)
         final.reward, final.reward_extra = outcome.reward, outcome.reward_extra
         if outcome.answer is not None:

@@ -79,7 +79,7 @@ _DEPTH, _DEPTH_WRITTEN = 60, 254
 something around it."""
 
 _LOGGED = 100
-"""What the log tells of at most, once each: models, parameters and tools that agents ask for and do not get."""
+"""Models, parameters and tools that agents ask for and do not get: the log names so many, each once."""
 
 _WIRES: Mapping[str, Wire] = {
     "chat/completions": ChatWire(),

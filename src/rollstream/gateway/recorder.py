@@ -75,7 +75,7 @@ class Call:
     deferred: Sequence[dict[str, Any]] = ()
     """Schemas that the messages show, beside `tools`."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """What the client asked for that is not done as asked, by name."""
+    """Parts of the request that are not done as asked, by name."""
     name: str | None = None
     """Of the answer; None: one is made."""
     is_side_call: bool = False
@@ -228,7 +228,7 @@ class Recorder:
         kept: Collection[str] | None = None,
         find_side_calls: bool = True,
     ) -> list[Trajectory]:
-        """What was recorded, the final one last. Arguments as of `find_branches`.
+        """The recorded trajectories, the final one last. See `find_branches` for the arguments.
 
         `extra` has `prompt_messages`, `shown_tools` (schemas), and in `gateway` what there is to say:
 

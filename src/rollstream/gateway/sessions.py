@@ -153,7 +153,7 @@ class Turn:
     place: int
     """Where its conversation leads, see `Session`."""
     talk: int
-    """As of `Ask`."""
+    """See `Ask.talk`."""
     stop: str | None = None
     """The stop text that ended it; the message ends before it."""
     following: Ask | None = None

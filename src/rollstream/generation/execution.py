@@ -77,7 +77,7 @@ class Execution:
     reward_failed: Callable[[], int]
     """Rollouts that completed but could not be scored."""
     logprobs: LogprobKind | Literal["none"] | None = None
-    """What the engine's log-probs are of."""
+    """The distribution that the engine's log-probs are of."""
     engine: object = None
     """Asked how busy it is, see `ask_load`."""
     replicas: Callable[[], tuple[int, int] | None] = lambda: None

@@ -280,7 +280,7 @@ def batch_metadata(run_id: bytes, logprobs: LogprobKind | None = None) -> dict[s
 
 
 def logprobs_of(footer: pq.FileMetaData) -> LogprobKind | None:
-    """What the log-probs of a batch or artifact are of; None where it does not say."""
+    """The kind of log-probs in a batch or artifact; None where it does not say."""
     return {b"raw": "raw", b"processed": "processed"}.get((footer.metadata or {}).get(_LOGPROBS, b""))  # type: ignore[return-value]
 
 

@@ -52,7 +52,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Schemas of the tools that prompts may show, by digest; `extra` of a trajectory names its own in `shown_tools`."""
 
     logprobs: LogprobKind | None = None
-    """What the log-probs are of: the engine says it when it has started. None: there are none, or none yet."""
+    """The kind of log-probs, which a started engine says. None: there are none, or none yet."""
 
     @property
     def sampling_changes(self) -> dict[str, Any]:

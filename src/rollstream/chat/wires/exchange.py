@@ -50,13 +50,13 @@ class Asked:
     stream: bool = False
     logprobs: bool = False
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Of `SAMPLING`: what the run may decide in its own way, if it says so."""
+    """Parameters among `SAMPLING`; the run may decide them in its own way."""
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """What else the request asks for that is not done, by name."""
+    """Other parts of the request that are not done as asked, by name."""
     deferred: Sequence[dict[str, Any]] = ()
     """Schemas of tools that the messages show, not the beginning of the prompt."""
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Of tools that have one: namespace and own name, by the name that is shown."""
+    """Namespace and own name of each tool that has one, by the name that is shown."""
     previous: str | None = None
     """The answer that the messages go on after; its conversation is not among them."""
     has_instructions: bool = False
@@ -210,7 +210,7 @@ def text_of(one: Mapping[str, Any], key: str, where: str, *, missing: str | None
 
 
 class Notes(dict[str, Any]):
-    """What a request asks for that is not done; where the run is strict, that is refused."""
+    """Parts of a request that are not done as asked, by name. A strict run refuses them."""
 
     def __init__(self, *, strict: bool) -> None:
         self.strict = strict
@@ -222,7 +222,7 @@ class Notes(dict[str, Any]):
         self[param] = value
 
     def read(self, given: Mapping[str, Any], kind: type[StructT]) -> StructT:
-        """As `read_parameters`."""
+        """Types the parameters, see `read_parameters`."""
         notes = None if self.strict else self
         return read_parameters(given, kind, harmless=HARMLESS, neutral=NEUTRAL, notes=notes)
 

@@ -204,7 +204,7 @@ def read_row(example: Mapping[str, Any], index: int | None = None) -> PromptRow:
 def refuse_sampling(sampling: SamplingParams, temperature: float) -> None:
     """Refuses to sample from another distribution than the one whose log-probs the loss computes.
 
-    Where an answer ends (`max_tokens`, `stop`, `ignore_eos`) and its seed change no distribution.
+    The end of an answer (`max_tokens`, `stop`, `ignore_eos`) and its seed change no distribution.
 
     Raises:
         ConfigError: another temperature than the trainer's, or anything that changes the model's own probabilities.

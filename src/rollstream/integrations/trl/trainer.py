@@ -371,7 +371,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
     def _rollouts_of(self, inputs: list[dict[str, Any]]) -> Fields:
         """Rollouts of the rows of all processes, made once; this process's part, of final trajectories."""
         every = gather_object([read_row(example) for example in inputs])
-        # What fills up the last batch of several processes is no data: rows that were evaluated already.
+        # The last batch of several processes is filled up with rows that were evaluated already.
         every, filling = every[: self._to_evaluate], every[self._to_evaluate :]
         self._to_evaluate -= len(every)
         folder = ""
@@ -707,7 +707,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._saved_step = self.state.global_step
 
     def _init_training_state(self, *arguments: Any, **keywords: Any) -> Any:
-        """As `Trainer` has it; a training that has made its steps already has no epoch left."""
+        """Does as `Trainer` does; a training that has made its steps already has no epoch left."""
         begun = super()._init_training_state(*arguments, **keywords)
         done = self.state.global_step >= self.state.max_steps
         return (self.state.num_train_epochs, 0) if done else begun

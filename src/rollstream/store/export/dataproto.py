@@ -119,7 +119,7 @@ class _Layout:
     response_width: int
     with_logprobs: bool
     logprobs: LogprobKind | None
-    """What they are of; None where the artifact does not say."""
+    """Their kind; None where the artifact does not say."""
     with_scores: bool
     extra: Sequence[str]
     """Names of the rows' own columns, and of what loops added."""
@@ -127,7 +127,7 @@ class _Layout:
     images: ImageInputs | None
     """Where a row has images."""
     text_bytes: int
-    """Of all rows: messages, ground truths and what else is no tensor."""
+    """Messages, ground truths and what else is no tensor, of all rows."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of a row of each tensor there is."""
@@ -304,7 +304,7 @@ def _survey(
 
 
 def _own_sampling(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What a row's own column, or a program behind the gateway, has changed of the model's distribution."""
+    """The sampling of a row, or of a program's calls, that leaves the model's own distribution."""
     own = extra.get("sampling_params")
     if isinstance(own, str):
         own = orjson.loads(own)
@@ -328,7 +328,7 @@ def _scored(table: pa.Table) -> pa.ChunkedArray:
 
 
 def _without_side_calls(table: pa.Table) -> pa.Table:
-    """What trainers get, as `Rollout.without_side_calls`."""
+    """Leaves side calls out, as `Rollout.without_side_calls` does."""
     likely = pc.match_substring(table["extra"], '"side_call":true')
     if not pc.any(likely).as_py():
         return table
