@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _BEFORE, _MARK, _AFTER = _MARKS = "ROLLSTREAMBEFORE", "ROLLSTREAMPROBE", "ROLLSTREAMAFTER"
 """Letters only: no template trims, escapes or splits them."""
 
+_QUESTION: Message = {"role": "user", "content": "."}
+
 _CALL_ID = "c00000000"
 """Nine letters and digits: Mistral's templates take no other id."""
 
@@ -111,46 +113,32 @@ class TemplateForm:
                 self._shown[kind] = role != "system"  # the conversation itself will be refused, and says why
         return self._shown[kind]
 
+    def _try(self, *messages: Message) -> str:
+        """Renders messages; "" if the template refuses them."""
+        try:
+            return self._render([*messages])
+        except Exception:
+            return ""
+
     @cached_property
     def _takes_parts_only(self) -> bool:
         """Whether the template leaves text out unless it is a list of parts, as those of some models with images."""
-
-        def shows(message: Message) -> bool:
-            try:
-                return _MARK in self._render([message])
-            except Exception:
-                return False
-
         message = {"role": "user", "content": _MARK}
-        return not shows(message) and shows(_in_parts(message))
+        return _MARK not in self._try(message) and _MARK in self._try(_in_parts(message))
 
     @cached_property
     def _takes_no_empty_text(self) -> bool:
         """Whether an answer of calls alone needs a list of parts, as for a template that looks into `content[0]`."""
-        arguments: Any = json.dumps({_BEFORE: _AFTER}) if self._takes_argument_text else {_BEFORE: _AFTER}
-
-        def shows(message: Message) -> bool:
-            try:
-                return _BEFORE in self._render([{"role": "user", "content": "."}, message])
-            except Exception:
-                return False
-
-        message: Message = {"role": "assistant", "content": "", "tool_calls": [_call(arguments)]}
-        return not shows(message) and shows(_in_parts(message))
+        answer = _answer(json.dumps({_BEFORE: _AFTER}) if self._takes_argument_text else {_BEFORE: _AFTER})
+        as_text, as_parts = self._try(_QUESTION, answer), self._try(_QUESTION, _in_parts(answer))
+        return _BEFORE not in as_text and _BEFORE in as_parts
 
     @cached_property
     def _takes_argument_text(self) -> bool:
         """Whether arguments of calls have to be JSON text: a mapping is refused, or shown as Python writes it."""
         arguments = {_BEFORE: _AFTER}
-
-        def shown(message: Message) -> str:
-            try:
-                return self._render([{"role": "user", "content": "."}, message])
-            except Exception:
-                return ""
-
-        message: Message = {"role": "assistant", "content": "", "tool_calls": [_call(arguments)]}
-        as_mapping, as_text = shown(message), shown(_with_argument_text(message))
+        answer = _answer(arguments)
+        as_mapping, as_text = self._try(_QUESTION, answer), self._try(_QUESTION, _with_argument_text(answer))
         return json.dumps(arguments) in as_text and (not as_mapping or str(arguments) in as_mapping)
 
 
@@ -159,7 +147,7 @@ def _probe(*roles: str | None) -> list[Message]:
     messages: list[Message] = []
     for role, mark in zip(roles, _MARKS, strict=True):
         if role in ("assistant", "tool") and all(message["role"] == "system" for message in messages):
-            messages.append({"role": "user", "content": "."})
+            messages.append(_QUESTION)
         last = messages[-1]["role"] if messages else None
         if role == "tool" and last not in ("assistant", "tool"):
             messages.append({"role": "assistant", "content": ""})
@@ -176,12 +164,17 @@ def _call(arguments: Any) -> dict[str, Any]:
     return {"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": arguments}}
 
 
-def _together(one: Message, other: Message) -> Message:
+def _answer(arguments: Any) -> Message:
+    """An answer that is one call."""
+    return {"role": "assistant", "content": "", "tool_calls": [_call(arguments)]}
+
+
+def _together(first: Message, second: Message) -> Message:
     """The second message with the content of both."""
-    first, second = one.get("content") or "", other.get("content") or ""
-    if isinstance(first, str) and isinstance(second, str):
-        return {**other, "content": f"{first}\n\n{second}"}
-    return {**other, "content": [*_parts(first), *_parts(second)]}
+    before, after = first.get("content") or "", second.get("content") or ""
+    if isinstance(before, str) and isinstance(after, str):
+        return {**second, "content": f"{before}\n\n{after}"}
+    return {**second, "content": [*_parts(before), *_parts(after)]}
 
 
 def _add_as_user(placed: list[Message], system: Message) -> None:
