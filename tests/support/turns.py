@@ -17,10 +17,14 @@ from rollstream.chat.tokenizer import ChatTokenizer
 from rollstream.errors import DataError
 from rollstream.trajectory import Message
 
-_TOKENS = re.compile(r"<｜[^｜<>]+｜>|</?\|?[A-Za-z_][\w▁.-]*\|?>|\[/?[A-Z][A-Z_]*\]")
-_IN_TEXT = re.compile(r"</?(think|tool_|tools|function|arg_|parameter|response|answer|call|invoke|im_)\w*>")
+_TOKENS = re.compile(
+    r"<｜[^｜<>]+｜>|</?\|?[A-Za-z_][\w▁.:-]*\|?>|\[/?[A-Z][A-Z_]*\]|\[\|/?\w+\|\]|\[e~\[|\]~!?b[\[\]]"
+)
+_IN_TEXT = re.compile(
+    r"</?(\w+:)?(think|tool_|tools|function|arg_|parameter|response|answer|call|invoke|im_)\w*>"
+)
 """Tokens that are no structure of turns; models' tokenizers have them as words, if at all."""
-_ENDS = re.compile(r"end|eos|eot|eom|</s>|return|sep|^<turn\|>", re.IGNORECASE)
+_ENDS = re.compile(r"end|eos|eot|eom|</s>|return|sep|^<turn\|>|^\[e~\[", re.IGNORECASE)
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -234,6 +238,8 @@ def check_message(tokenizer: ChatTokenizer, template: TurnTemplate, kind: Kind) 
     question = tokenizer.render_text(kind.before, tools=tools, add_generation_prompt=False)
     blocks = re.findall(r"</?think>|\[/?THINK\]", (prompt + text)[len(shared(prompt, question)) :])
     in_turn = all(("/" in block) == bool(at % 2) for at, block in enumerate(blocks))
+    if blocks and "/" in blocks[0] and prompt.rstrip().endswith(blocks[0]):
+        blocks, in_turn = blocks[1:], len(blocks) == 1  # the prompt closes a block that nothing opens
     return None if in_turn and len(blocks) % 2 == 0 else f"{prompt[-40:]!r} then {text!r}"
 
 

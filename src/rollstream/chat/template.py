@@ -309,9 +309,13 @@ class TurnTemplate:
         for opener, closer in _THINKING.items():
             head, found, opened = prompt.rpartition(opener)
             if not found or opened.strip():
-                if closer in written.partition(opener)[0]:
-                    return rendered[rendered.rfind(opener, 0, start) :]  # an empty block begins alike
-                continue
+                before, closed, behind = written.partition(closer)
+                if not closed or opener in before:
+                    continue
+                if opened.strip() != closer and prompt.rstrip().endswith(closer):
+                    return behind  # the prompt has closed a block that nothing opens
+                begin = rendered.rfind(opener, 0, start)
+                return written if begin < 0 else rendered[begin:]  # an empty block begins alike
             # The prompt opens a block. Turns that are shown have it, an empty one, or none.
             if rendered.startswith(head):
                 written = rendered.removeprefix(head)

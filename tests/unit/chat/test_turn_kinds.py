@@ -108,6 +108,16 @@ TEMPLATES = {
     "no block, and a prompt that opens one": turns(
         PLAIN, prompt=PROMPT + "{%- if add_generation_prompt -%}<think>{{ '\n' }}{%- endif -%}"
     ),
+    "a prompt that closes a block which nothing opens, with other white space before it": turns(
+        BEFORE_TEXT
+        + "{%- if m.role == 'assistant' -%}{{ ' </think>' if m.tool_calls else '</think>' }}{%- endif -%}"
+        + BEHIND_TEXT,
+        prompt=PROMPT + "{%- if add_generation_prompt -%}{{ '  </think>' }}{%- endif -%}",
+    ),
+    "ends of turns with other signs": turns(
+        PLAIN.replace("<|turn|>", "<bot:start>").replace("<|end|>", "[|endofturn|]<bot:end>"),
+        prompt=PROMPT.replace("<|turn|>", "<bot:start>"),
+    ),
     "a prompt with an empty block": turns(
         BEFORE_TEXT
         + "{%- if m.reasoning_content -%}<think>{{ m.reasoning_content }}</think>{%- endif -%}"
