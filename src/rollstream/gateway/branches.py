@@ -1,10 +1,10 @@
-"""Which conversation of a session is the rollout's answer, and which of the others helped.
+"""Finds the conversation of a session that is the rollout's answer, and which of the others helped.
 
     final       its last text is the answer that the program states; else it is the newest that begins with the
                 prompt row (of several those that show tools, if one does); else the newest of all
     branch      begins as the final one does (a retry, a vote), or its answers went into such a conversation
                 (a sub-agent, a history that was compacted)
-    side call   any other (a title, a commit message), what was asked after the answer, and what says so itself
+    side call   any other (a title, a commit message), a call after the answer, and a call that says so itself
 
 A conversation's answer went into another one where a call goes on after it, has it among its messages, or quotes
 it: the whole text, or a piece of it that is long enough to be no chance. A text that the conversation had been
@@ -13,7 +13,7 @@ shown itself is no quotation.
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import orjson
 
@@ -24,8 +24,8 @@ _PIECE_CHARS = 12
 """A shorter piece of an answer than this may stand in a later message by chance: "two numbers" in a title."""
 
 _SEARCHED, _LOOK = 256 << 20, 1_000
-"""Characters that are searched for quotations at most, and what a look costs beside its text. What is not searched
-counts as used: a session of thousands of conversations would stop all others meanwhile."""
+"""Characters that are searched for quotations at most, and the cost of a look beside its text. Conversations that
+are not searched count as used: those of a session with thousands would stop all other sessions meanwhile."""
 
 _BOUNDARY = re.compile(r"[^\w ]+")
 """Between pieces: lines, punctuation, and the quotes of JSON."""
@@ -55,7 +55,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """A session's, in the order of their trajectories."""
+    """The branches of a session, in the order of their trajectories."""
 
     branches: Sequence[Branch]
     """The final one last."""
@@ -79,54 +79,57 @@ def find_branches(
         session: when its program has ended.
         answer: what the program states.
         prompt: messages of the prompt row.
-        kept: names of the answers that count; None: all of them. Of a conversation, the answers before one that
-            counts do count.
+        kept: names of the answers that count; None: all of them. The answers before them in their conversations
+            count, too.
         find_side_calls: if not, only those are side calls that say so themselves.
     """
     counted = {turn.ask.segment: turn for turn in session.turns if kept is None or turn.name in kept}
-    found = [Branch(segment.turns[: segment.turns.index(turn) + 1]) for segment, turn in counted.items()]
-    if not found:
+    branches = [Branch(segment.turns[: segment.turns.index(turn) + 1]) for segment, turn in counted.items()]
+    if not branches:
         return Branches([])
     usage = _Usage()
-    final, is_guess = _final(found, answer, prompt, usage)
-    whole = next(branch for branch in found if branch.segment is final.segment)
-    found.remove(whole)
+    final, is_guess = _final(branches, answer, prompt, usage)
+    whole = next(branch for branch in branches if branch.segment is final.segment)
+    branches.remove(whole)
     if rest := whole.turns[len(final.turns) :]:
-        found.append(Branch(rest))
-    helped = _helpers(found, final, usage) if find_side_calls and not is_guess else {*found}
-    others = [Branch(one.turns, one.segment.is_side_call or one not in helped) for one in _in_order(found)]
+        branches.append(Branch(rest))
+    helped = _helpers(branches, final, usage) if find_side_calls and not is_guess else {*branches}
+    others = [
+        replace(branch, is_side_call=branch.segment.is_side_call or branch not in helped)
+        for branch in _in_order(branches)
+    ]
     return Branches([*others, final], is_guess)
 
 
 def _final(
-    found: Sequence[Branch], answer: str | None, prompt: Sequence[Message], usage: "_Usage"
+    branches: Sequence[Branch], answer: str | None, prompt: Sequence[Message], usage: "_Usage"
 ) -> tuple[Branch, bool]:
-    """The conversation that is the answer, up to it; and whether that is no more than a guess."""
-    candidates = [one for one in found if not one.segment.is_side_call] or found
+    """The conversation that is the answer, up to the answer; and whether that is no more than a guess."""
+    candidates = [branch for branch in branches if not branch.segment.is_side_call] or branches
     stated = _plain(answer or "")
-    fits = {one: _fit(stated, one.last) for one in candidates} if stated else {}
+    fits = {branch: _fit(stated, branch.last) for branch in candidates} if stated else {}
     if stated and not any(fits.values()):
         # The program may have gone on talking after its answer.
         earlier = [
-            Branch(one.turns[: at + 1])
-            for one in candidates
-            for at, turn in enumerate(one.turns)
+            Branch(branch.turns[: at + 1])
+            for branch in candidates
+            for at, turn in enumerate(branch.turns)
             if _fit(stated, turn) == _SAME
         ]
         candidates = earlier or candidates
     best = max(fits.values(), default=0)
-    candidates = [one for one in candidates if fits.get(one, 0) == best]
+    candidates = [branch for branch in candidates if fits.get(branch, 0) == best]
     begins = _begins_with(prompt, candidates, usage)
     most = max(begins.values())
-    candidates = [one for one in candidates if begins[one] == most]
+    candidates = [branch for branch in candidates if begins[branch] == most]
     # OpenCode's title call has the prompt, too, and no tools.
-    final = _newest([one for one in candidates if most and one.origin.ask.tools] or candidates)
-    others = (one for one in candidates if one.segment.beginning != final.segment.beginning)
+    final = _newest([branch for branch in candidates if most and branch.origin.ask.tools] or candidates)
+    others = (branch for branch in candidates if branch.segment.beginning != final.segment.beginning)
 
-    def is_no_rival(one: Branch) -> bool:
-        was_over = one.last.answered < final.last.ask.begun
-        is_plainer = bool(final.origin.ask.tools) and not one.origin.ask.tools
-        return (bool(most) and was_over and is_plainer) or _carries_on(final, one, usage)
+    def is_no_rival(branch: Branch) -> bool:
+        was_over = branch.last.answered < final.last.ask.begun
+        is_plainer = bool(final.origin.ask.tools) and not branch.origin.ask.tools
+        return (bool(most) and was_over and is_plainer) or _carries_on(final, branch, usage)
 
     is_stated = bool(stated) and _fit(stated, final.last) > 0
     return final, not (is_stated or all(map(is_no_rival, others)))
@@ -139,33 +142,33 @@ def _fit(stated: str, turn: Turn) -> int:
     """Whether a turn ends in an answer: says just it, has it among its words or arguments, or neither."""
     if _plain(_text(turn.message)) == stated:
         return _SAME
-    return _CONTAINED if _has_words(_plain(_said(turn)), stated) else 0
+    return _CONTAINED if _has_words(_plain(_all_text(turn)), stated) else 0
 
 
-def _begins_with(prompt: Sequence[Message], found: Sequence[Branch], usage: "_Usage") -> dict[Branch, int]:
+def _begins_with(prompt: Sequence[Message], branches: Sequence[Branch], usage: "_Usage") -> dict[Branch, int]:
     """How conversations begin: 2 with the prompt row's messages, 1 with its last text somewhere, else 0.
 
-    Both apart from system messages. One that carries on another, with its system messages and tools, begins as
-    that one did: its history was rewritten.
+    System messages do not count. A conversation that carries on an earlier one, with its system messages and
+    tools, has a rewritten history, and begins as the earlier one did.
     """
-    asked = [text for text in map(_text, _without_system(prompt)) if text]
+    task = [text for text in map(_text, _without_system(prompt)) if text]
 
-    def direct(one: Branch) -> int:
-        texts = [_text(message) for message in _without_system(one.origin.ask.given)]
-        if asked and texts[: len(asked)] == asked:
+    def direct(branch: Branch) -> int:
+        texts = [_text(message) for message in _without_system(branch.origin.ask.given)]
+        if task and texts[: len(task)] == task:
             return 2
-        return int(bool(asked) and any(asked[-1] in text for text in texts))
+        return int(bool(task) and any(task[-1] in text for text in texts))
 
-    begins = {one: direct(one) for one in found}
-    for later in sorted(found, key=lambda one: one.turns[0].ask.begun):
-        for earlier in found if begins[later] < 2 else ():
+    begins = {branch: direct(branch) for branch in branches}
+    for later in sorted(branches, key=lambda branch: branch.turns[0].ask.begun):
+        for earlier in branches if begins[later] < 2 else ():
             if begins[earlier] > begins[later] and _carries_on(later, earlier, usage):
                 begins[later] = begins[earlier]
     return begins
 
 
 def _carries_on(later: Branch, earlier: Branch, usage: "_Usage") -> bool:
-    frames = [(one.origin.ask.tools, _system(one.origin.ask.given)) for one in (later, earlier)]
+    frames = [(branch.origin.ask.tools, _system(branch.origin.ask.given)) for branch in (later, earlier)]
     if frames[0] != frames[1]:
         return False
     repeats = any(not {*earlier.turns}.isdisjoint(ask.again) for ask in _asks(later))
@@ -173,48 +176,50 @@ def _carries_on(later: Branch, earlier: Branch, usage: "_Usage") -> bool:
     return repeats or (any(frames[0]) and usage.of(later, earlier))
 
 
-def _newest(found: Sequence[Branch]) -> Branch:
-    """The last one to be answered. Of those that were under way at once it is not the slowest: the longest, and
-    of equally long ones what they say decides.
+def _newest(branches: Sequence[Branch]) -> Branch:
+    """The branch that was answered last. Among several that were under way at once it is the longest, not the
+    slowest; their texts decide between equally long ones.
     """
-    newest = max(one.last.ask.begun for one in found)
-    last = [one for one in found if one.last.answered > newest]
-    return max(last, key=lambda one: (one.last.ask.number, one.last.form))
+    newest = max(branch.last.ask.begun for branch in branches)
+    last = [branch for branch in branches if branch.last.answered > newest]
+    return max(last, key=lambda branch: (branch.last.ask.number, branch.last.form))
 
 
-def _helpers(found: Sequence[Branch], final: Branch, usage: "_Usage") -> set[Branch]:
-    """All that begin as the final one does and do not go on after it, and whatever went into one of them."""
-    alike = (one for one in found if one.segment.beginning == final.segment.beginning)
-    helped = {one for one in alike if not one.segment.is_side_call and final.last not in _before(one)}
+def _helpers(branches: Sequence[Branch], final: Branch, usage: "_Usage") -> set[Branch]:
+    """Branches that begin as the final one does and do not go on after it, and all that went into one of them."""
+    alike = (branch for branch in branches if branch.segment.beginning == final.segment.beginning)
+    helped = {
+        branch for branch in alike if not branch.segment.is_side_call and final.last not in _before(branch)
+    }
     todo = [final, *helped]
     while todo:
         later = todo.pop()
-        new = {one for one in found if one not in helped and usage.of(later, one)}
+        new = {branch for branch in branches if branch not in helped and usage.of(later, branch)}
         helped |= new
         todo += new
     return helped
 
 
-def _in_order(found: Iterable[Branch]) -> list[Branch]:
-    """Conversations that did not overlap as they came; of the others what they say decides."""
+def _in_order(branches: Iterable[Branch]) -> list[Branch]:
+    """Sorts conversations by time. Those that overlapped have no order in time: their texts decide."""
     placed: list[tuple[int, bytes, Branch]] = []
     wave = until = 0
-    for one in sorted(found, key=lambda one: one.turns[0].ask.begun):
-        wave += one.turns[0].ask.begun > until  # whatever began before was over
-        until = max(until, one.last.answered)
-        placed.append((wave, one.last.form, one))
-    return [one for *_, one in sorted(placed, key=lambda place: place[:2])]
+    for branch in sorted(branches, key=lambda branch: branch.turns[0].ask.begun):
+        wave += branch.turns[0].ask.begun > until  # whatever began before was over
+        until = max(until, branch.last.answered)
+        placed.append((wave, branch.last.form, branch))
+    return [branch for *_, branch in sorted(placed, key=lambda place: place[:2])]
 
 
 class _Usage:
-    """Says whose answers went into which conversations."""
+    """Says which conversations an answer went into."""
 
     def __init__(self) -> None:
         self._left = _SEARCHED
         self._shown: dict[Branch, str] = {}
 
     def of(self, later: Branch, earlier: Branch) -> bool:
-        """Whether an answer of the earlier one went into the later one."""
+        """Whether an answer of the earlier branch went into the later one."""
         asks, turns = _asks(later), {*earlier.turns}
         self._left -= _LOOK
         if self._left < 0 or any(ask.parent in turns or not turns.isdisjoint(ask.again) for ask in asks):
@@ -226,16 +231,16 @@ class _Usage:
 
     def _quoted(self, turn: Turn, asks: Sequence[Ask], shown: str) -> bool:
         """Whether a later message quotes a turn, which is not what the turn's own conversation was `shown`."""
-        whole, said = _text(turn.message), map(str.strip, _BOUNDARY.split(_said(turn)))
-        pieces = [piece for piece in said if len(piece) >= _PIECE_CHARS]
+        whole, parts = _text(turn.message), map(str.strip, _BOUNDARY.split(_all_text(turn)))
+        pieces = [piece for piece in parts if len(piece) >= _PIECE_CHARS]
         for text in (_text(message) for ask in asks if ask.begun > turn.answered for message in ask.given):
             self._left -= len(text) * (1 + len(pieces)) + _LOOK
             if self._left < 0:
                 return True
-            found = (whole and _has_words(text, whole)) or any(
+            quoted = (whole and _has_words(text, whole)) or any(
                 piece in text and piece not in shown for piece in pieces
             )
-            if found and text not in shown:
+            if quoted and text not in shown:
                 return True
         return False
 
@@ -256,8 +261,8 @@ def _text(message: Message) -> str:
     return "\n".join(part["text"] for part in content if "text" in part).strip()
 
 
-def _said(turn: Turn) -> str:
-    """All that a turn said, the arguments of its calls included."""
+def _all_text(turn: Turn) -> str:
+    """The text of a turn and the arguments of its calls."""
     calls = turn.message.get("tool_calls") or ()
     arguments = [orjson.dumps(call["function"].get("arguments")).decode() for call in calls]
     return "\n".join([_text(turn.message), *arguments])
