@@ -104,8 +104,8 @@ def _read_message(
         if not isinstance(calls, list):
             raise MessageError(f"{where}.tool_calls", "must be a list")
         read["tool_calls"] = [_read_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
-    if role == "function" and before and (asked := before[-1].get("tool_calls")):
-        read.setdefault("tool_call_id", asked[0].get("id"))
+    if role == "function" and before and (calls := before[-1].get("tool_calls")):
+        read.setdefault("tool_call_id", calls[0].get("id"))
     return read
 
 

@@ -15,7 +15,7 @@ LOOKED_AT = 64
 
 
 def first_look(
-    rows: Sequence[PromptRow], tokenizer: ChatTokenizer, *, scored: bool, given: Sequence[Any] = ()
+    rows: Sequence[PromptRow], tokenizer: ChatTokenizer, *, scored: bool, prompts: Sequence[Any] = ()
 ) -> list[str]:
     """Says in one line each what is probably wrong with a run's or a training's prompt rows.
 
@@ -23,7 +23,7 @@ def first_look(
         rows: The first ones, `LOOKED_AT` at most.
         tokenizer: Whose chat template shows the prompts.
         scored: Whether a reward function scores their answers by the ground truth.
-        given: Their prompts as the data have them, before they were read.
+        prompts: Their prompts as the data have them, before they were read.
     """
     lines = []
     if scored and rows and all(row.ground_truth is None for row in rows):
@@ -32,8 +32,8 @@ def first_look(
             f"data.ground_truth_key names its column (other columns: {', '.join(rows[0].columns) or 'none'})"
         )
     own = _structure(tokenizer)
-    found = [tokenizer.special_tokens_in(_text(row)) & own for row in rows]
-    if some := [tokens for tokens in found if tokens]:
+    quoted = [tokenizer.special_tokens_in(_text(row)) & own for row in rows]
+    if some := [tokens for tokens in quoted if tokens]:
         lines.append(
             f"{len(some)} of the first {len(rows)} prompts have special tokens of the chat template in their text "
             f"already ({', '.join(sorted(some[0]))}), and the template is put around it once more: give messages, "
@@ -47,9 +47,9 @@ def first_look(
     schema = next((schemas[0] for row in rows if (schemas := row_tools(row.columns.get("tools")))), None)
     if schema is not None and not TurnTemplate(tokenizer).shows_tool(schema):
         lines.append("the chat template shows no tools, and rows have some in their column tools")
-    if in_text := sum(type(prompt) is str and messages_in_text(prompt) is not None for prompt in given):
+    if in_text := sum(type(prompt) is str and messages_in_text(prompt) is not None for prompt in prompts):
         lines.append(
-            f"{in_text} of the first {len(given)} prompts are messages as JSON text: taken as messages"
+            f"{in_text} of the first {len(prompts)} prompts are messages as JSON text: taken as messages"
         )
     return lines
 

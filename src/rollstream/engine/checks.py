@@ -125,9 +125,9 @@ def refuse_raw_logprobs(capabilities: Capabilities, sampling: SamplingParams) ->
     """
     if capabilities.logprobs != "raw" or not sampling.logprobs or not (changes := sampling_changes(sampling)):
         return
-    given = ", ".join(f"{name} {value}" for name, value in changes.items())
+    named = ", ".join(f"{name} {value}" for name, value in changes.items())
     raise ConfigError(
-        f"the engine gives the raw model's log-probs, and with {given} tokens come from another distribution: a "
+        f"the engine gives the raw model's log-probs, and with {named} tokens come from another distribution: a "
         "loss would compare two. Set actor_rollout_ref.rollout.logprobs_mode=processed_logprobs (openvino knows "
         "it for a temperature alone), use engine 'hf', or set calculate_log_probs=false"
     )

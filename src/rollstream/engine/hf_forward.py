@@ -213,10 +213,10 @@ def check_model(module: Any, cache: KeyValues) -> None:
 
 def score_ids(module: Any, ids: list[int], start: int) -> list[float]:
     """Log-probs of `ids[start:]` in the model's own distribution, each after the ids before it."""
-    with torch.inference_mode():
-        given = torch.tensor([ids], device=module.device)
-        logits = module(input_ids=given, use_cache=False).logits[0, start - 1 : -1].float()
-        chosen = logits.log_softmax(-1).gather(1, given[0, start:, None])
+    with torch.no_grad():
+        row = torch.tensor([ids], device=next(module.parameters()).device)
+        logits = module(input_ids=row, use_cache=False).logits[0, start - 1 : -1].float()
+        chosen = logits.log_softmax(-1).gather(1, row[0, start:, None])
     return [float(value) for value in chosen[:, 0].tolist()]
 
 

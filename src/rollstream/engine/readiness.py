@@ -282,10 +282,9 @@ class Readiness:
         _LOG.info("%s loads the weights of version %d before it goes on", name, weights.version)
         member.is_loading = True
         try:
-            await member.replica.update_weights(weights.source, weights.version)
-            problem = await self._probe(member, weights.source)
-            same = [one for one in self.ready.values() if one.weights == weights]
-            if (problem := problem or self._disagreement(member, same)) is not None:
+            await self._load_and_probe(member, weights)
+            same = [other for other in self.ready.values() if other.weights == weights]
+            if (problem := self._disagreement(member, same)) is not None:
                 raise problem
         except EngineError as error:
             raise ReplicaUnavailableError(
@@ -343,27 +342,32 @@ class Readiness:
     async def _load_and_probe(self, member: Member, weights: Weights) -> None:
         """Raises what `Replica.update_weights` does; `WeightsLostError` where it has other weights afterwards."""
         await member.replica.update_weights(weights.source, weights.version)
-        if (problem := await self._probe(member, weights.source)) is not None:
-            raise problem
+        await self._probe(member, weights.source)
 
-    async def _probe(self, member: Member, source: str | None) -> WeightsLostError | None:
-        """Notes log-probs of a replica, and says what is wrong with the weights that it has loaded from `source`."""
+    async def _probe(self, member: Member, source: str | None) -> None:
+        """Notes log-probs of a replica, which has loaded `source`, or is as it began (None).
+
+        Raises:
+            WeightsLostError: it has other weights than those of `source`.
+        """
         before, member.scores = member.scores, None
         try:
             scores = await self._score(member.replica, list(PROBE_IDS), 1)
         except EngineError as error:
             if source is None or not isinstance(error, EngineUnavailableError | TransientEngineError):
                 _LOG.info("%s gives no log-probs of given ids: %s", member.name, error)
-                return None  # an older server, say: whether weights arrive there is not seen
-            return WeightsLostError(f"{member.name} has loaded {source}, and fails since then: {error}")
+                return  # an older server, say: whether weights arrive there is not seen
+            raise WeightsLostError(
+                f"{member.name} has loaded {source}, and fails since then: {error}"
+            ) from error
         if scores is None:
-            return None
+            return
         if source is None:  # what a server began with is nobody's update
             member.scores = Scores(scores, None)
-            return None
+            return
         now = Scores(scores, await asyncio.to_thread(read_probe, source))
         if (problem := find_problem(now, before)) is not None:
-            return WeightsLostError(f"{member.name} has loaded {source}, but {problem}")
+            raise WeightsLostError(f"{member.name} has loaded {source}, but {problem}")
         member.scores = now
         is_unchanged = before is not None and difference(scores, before.engine) < _UNCHANGED
         if is_unchanged and now.trainer is None and not self._said_unchanged:
@@ -372,11 +376,10 @@ class Readiness:
                 "%s has loaded %s, and its log-probs are what they were: are these the same weights as before?",
                 *(member.name, source),
             )
-        return None
 
     def _disagreement(self, member: Member, others: Iterable[Member]) -> WeightsLostError | None:
         """The error of a replica whose log-probs are not those of most others with the same weights."""
-        known = [one.scores.engine for one in {member, *others} if one.scores is not None]
+        known = [other.scores.engine for other in {member, *others} if other.scores is not None]
         if member.scores is None or not differ(member.scores.engine, known):
             return None
         return WeightsLostError(f"{member.name} has other log-probs than the replicas with the same weights")

@@ -184,9 +184,9 @@ def check_capabilities(
         problems.append(f"it has no log-probs; set {rollout}.calculate_log_probs=false")
     changes = sampling_changes(sampling)
     if sampling.logprobs and logprobs_mode not in (None, f"{capabilities.logprobs}_logprobs") and changes:
-        given = ", ".join(f"{name} {value}" for name, value in changes.items())
+        named = ", ".join(f"{name} {value}" for name, value in changes.items())
         problems.append(
-            f"its log-probs are {capabilities.logprobs}, and with {given} those are no {logprobs_mode} "
+            f"its log-probs are {capabilities.logprobs}, and with {named} those are no {logprobs_mode} "
             f"({rollout}.logprobs_mode; openvino takes a temperature alone, vLLM servers --logprobs-mode, hf all)"
         )
     if sampling.seed is not None and not capabilities.seeds:

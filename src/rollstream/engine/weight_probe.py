@@ -52,21 +52,16 @@ def own_logprobs(model: Any, vocab_size: int) -> list[float]:
 
     Empty where the vocabulary is too small for the ids.
     """
-    import torch
-
     if vocab_size <= max(PROBE_IDS):
         return []
+    from rollstream.engine.hf_forward import score_ids  # needs torch
 
     training = model.training
     model.eval()
     try:
-        with torch.no_grad():
-            ids = torch.tensor([PROBE_IDS], device=next(model.parameters()).device)
-            logits = model(input_ids=ids).logits[0, :-1].float()
+        return score_ids(model, list(PROBE_IDS), 1)
     finally:
         model.train(training)
-    chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])
-    return [float(value) for value in chosen[:, 0].tolist()]
 
 
 def write_probe(folder: Path, logprobs: Sequence[float]) -> None:
@@ -99,6 +94,6 @@ def differ(scores: Sequence[float], others: Sequence[Sequence[float]]) -> bool:
     return 2 * sum(difference(scores, other) > _AGREE for other in others) > len(others) - 1
 
 
-def difference(one: Sequence[float], other: Sequence[float]) -> float:
+def difference(scores: Sequence[float], other: Sequence[float]) -> float:
     """Mean of the absolute differences."""
-    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
+    return sum(abs(a - b) for a, b in zip(scores, other, strict=True)) / len(scores)

@@ -206,7 +206,7 @@ class Prepared(RolloutSetup):
             [self.dataset.row(index) for index in indices],
             self.tokenizer,
             scored=not isinstance(self.reward, RuleReward),
-            given=[self.dataset.given_prompt(index) for index in indices],
+            prompts=[self.dataset.given_prompt(index) for index in indices],
         )
         for line in lines:
             logger.warning("%s", line)

@@ -82,11 +82,11 @@ class NativeRoutes:
         )
         group, requests, skips, is_list = await self._read(asked)
         completions = await self._service.generate(group, requests)
-        scores = [await self._score(one) for one in requests]
+        scores = [await self._score(sample) for sample in requests]
         seconds = time.monotonic() - began
         replies = [
-            self._reply(one, completion, asked, given, skip_special_tokens=skip, seconds=seconds)
-            for one, completion, given, skip in zip(requests, completions, scores, skips, strict=True)
+            self._reply(sample, completion, asked, prompt, skip_special_tokens=skip, seconds=seconds)
+            for sample, completion, prompt, skip in zip(requests, completions, scores, skips, strict=True)
         ]
         if not asked.stream:
             return json_response(replies if is_list else replies[0])
@@ -154,7 +154,7 @@ class NativeRoutes:
         request: EngineRequest,
         completion: Completion,
         asked: NativeRequest,
-        given: list[tuple[float | None, int, None]],
+        prompt_logprobs: list[tuple[float | None, int, None]],
         *,
         skip_special_tokens: bool,
         seconds: float,
@@ -179,7 +179,7 @@ class NativeRoutes:
             meta["weight_versions"] = completion.policy_versions
         if completion.logprobs is not None:
             texts = self._model.token_texts(ids) if asked.return_text_in_logprobs else [None] * len(ids)
-            meta["input_token_logprobs"] = given
+            meta["input_token_logprobs"] = prompt_logprobs
             meta["output_token_logprobs"] = list(zip(completion.logprobs, ids, texts, strict=True))
         return {"text": read.text, "output_ids": ids, "meta_info": meta}
 

@@ -17,7 +17,7 @@ def tokenizer() -> ChatTokenizer:
 
 def look(tokenizer: ChatTokenizer, *rows: dict[str, Any], scored: bool = True) -> list[str]:
     parsed = [parse_row(dict(row), i, "prompt")[0] for i, row in enumerate(rows)]
-    return first_look(parsed, tokenizer, scored=scored, given=[row["prompt"] for row in rows])
+    return first_look(parsed, tokenizer, scored=scored, prompts=[row["prompt"] for row in rows])
 
 
 def test_plain_rows_are_as_they_were_meant(tokenizer: ChatTokenizer) -> None:

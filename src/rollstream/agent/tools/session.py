@@ -199,8 +199,8 @@ class ToolSession:
             name = call.name[:NAME_CHARACTERS]
             return self._failed(name, "unknown_tool", f"Error: unknown tool {name!r}. {known}")
         if (misfit := self._checks[call.name].misfit(call.arguments)) is not None:
-            said = f"Error: {tool.name}: {misfit[:ERROR_CHARACTERS]}."
-            return self._failed(tool.name, "bad_arguments", said)
+            error = f"Error: {tool.name}: {misfit[:ERROR_CHARACTERS]}."
+            return self._failed(tool.name, "bad_arguments", error)
         arguments = copy.deepcopy(call.arguments)  # what the tool does to it is not in the conversation
         if isinstance(tool, ClassTool):
             return await self._run_class(tool, arguments, context)

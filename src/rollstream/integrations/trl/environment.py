@@ -209,9 +209,11 @@ def refuse_sampling(sampling: SamplingParams, temperature: float) -> None:
     Raises:
         ConfigError: another temperature than the trainer's, or anything that changes the model's own probabilities.
     """
-    asked = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")} | {**sampling.extra}
+    values = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")} | {
+        **sampling.extra
+    }
     known = {"temperature": temperature, "top_p": 1.0, "top_k": -1}
-    other = [f"{name}={value!r:.100}" for name, value in asked.items() if value != known.get(name)]
+    other = [f"{name}={value!r:.100}" for name, value in values.items() if value != known.get(name)]
     if other:
         raise ConfigError(
             f"{', '.join(other)} is asked for, and the loss knows the model's own distribution at temperature="
@@ -262,9 +264,9 @@ def check_dataset(dataset: Any, sampling: SamplingParams) -> set[str]:
     for index, example in enumerate(dataset):
         row = read_row(example, index)
         names.add(row.agent_name)
-        if (given := row.columns.get("sampling_params")) is not None:
+        if (own := row.columns.get("sampling_params")) is not None:
             try:
-                refuse_sampling(sampling_of_row(sampling, given), sampling.temperature)
+                refuse_sampling(sampling_of_row(sampling, own), sampling.temperature)
             except (ConfigError, DataError) as error:
                 raise DataError(f"row {index} of the dataset: {error}") from error
     return {name for name in names if name}

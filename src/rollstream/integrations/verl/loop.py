@@ -63,9 +63,9 @@ class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
         if len(trajectories) > 1:
             self._refuse_several()
             *snapshots, final = trajectories
-            if any(one.reward is not None and one.reward != final.reward for one in snapshots):
+            if any(snapshot.reward not in (None, final.reward) for snapshot in snapshots):
                 self._refuse_own_rewards()
-        outputs = [to_output(one, prompt.columns) for one in trajectories]
+        outputs = [to_output(trajectory, prompt.columns) for trajectory in trajectories]
         return outputs if len(outputs) > 1 else outputs[0]
 
     async def _make_worker(self) -> RolloutWorker:
