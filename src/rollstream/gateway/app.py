@@ -279,7 +279,7 @@ class Endpoint:
         if sampling is None:
             notes |= wishes
         for asked_for, value in notes.items():
-            about = f"model={_short(value)}" if asked_for == "model" else asked_for
+            about = f"model={_short(value)}" if asked_for == "model" else _short(asked_for)
             self.log_once(
                 about, f"agents ask for {about}, which is not done as asked: each trajectory's notes say so"
             )
@@ -291,7 +291,7 @@ class Endpoint:
             sampling=sampling,
             own_seed="seed" in asked.sampling and sampling is not None,
             deferred=asked.deferred,
-            notes={asked_for: _short(value) for asked_for, value in notes.items()},
+            notes={_short(asked_for): _short(value) for asked_for, value in notes.items()},
             name=name,
         )
 

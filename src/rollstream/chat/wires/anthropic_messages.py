@@ -33,7 +33,7 @@ from rollstream.web import HTTPError
 _HINTS = ("thinking", "context_management")
 """How much to think, and what to forget of it: the model and its template decide that."""
 _BILLING = "x-anthropic-billing-header:"
-"""Begins a block of Claude Code's before its prompt: a line for the provider, with another checksum in each call."""
+"""Begins Claude Code's system prompt: a line for the provider, with another checksum in each call."""
 _NO_THREADS = "thread_unsupported_request"
 """By this code, the tool runner of the official client goes on without one."""
 _KINDS = {
@@ -85,8 +85,10 @@ class MessagesWire:
             notes["parallel_tool_calls"] = False
         tools, deferred = _read_tools(asked.tools, notes)
         system = _read_content(asked.system, "system", images=False)
-        if isinstance(system, list) and system and system[0]["text"].startswith(_BILLING):
-            system = system[1:]
+        blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
+        if blocks and blocks[0]["text"].startswith(_BILLING):
+            rest = blocks[0]["text"].partition("\n")[2].lstrip("\n")
+            system = [{"type": "text", "text": rest}, *blocks[1:]] if rest else blocks[1:]
             notes["billing header"] = "left out"
         read: list[Message] = [{"role": "system", "content": system}] if system else []
         for where, message in listed(asked.messages, "messages"):

@@ -39,6 +39,9 @@ _NEUTRAL_AGENT: dict[str, Any] = {
 }
 """Known parameters, which have to have these values where an agent's calls are recorded."""
 
+_BEGUN = ("prefix", "partial")
+"""By these, DeepSeek's, Mistral's and Moonshot's APIs go on with the last message."""
+
 
 class OpenAIRequest(Sampling):
     """What chat and plain completions have in common."""
@@ -335,6 +338,11 @@ class ChatWire:
             if given.get(name) not in (None, value):
                 raise unsupported(name, f"is supported with the value {value!r} only")
         asked = read_chat(given, notes=notes, images=images)
+        last = asked.messages[-1]
+        if begun := [name for name in _BEGUN if last["role"] == "assistant" and last.get(name)]:
+            raise RequestError(
+                f"messages[-1].{begun[0]}: an answer that is begun already is not supported", param="messages"
+            )
         asked.return_token_ids |= asked.logprobs
         return Asked(
             asked.messages,

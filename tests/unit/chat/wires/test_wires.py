@@ -158,6 +158,11 @@ SHORT: dict[Wire, dict[str, Any]] = {
         (CHAT, {"n": 2}, "n"),
         (CHAT, {"logit_bias": {"3": 1}}, "logit_bias"),
         (CHAT, {"continue_final_message": True}, "continue_final_message"),
+        (
+            CHAT,
+            {"messages": [*SHORT[CHAT]["messages"], {"role": "assistant", "content": "It", "prefix": True}]},
+            "messages",
+        ),
         (CHAT, {"functions": [{"name": "add"}]}, "functions"),
         (CHAT, {"documents": [{"text": "x"}]}, "documents"),
         (CHAT, {"temperature": "hot"}, "temperature"),
@@ -307,11 +312,19 @@ def test_a_deferred_tool_is_shown_where_a_result_names_it() -> None:
     assert "later" not in asked.messages[-1]["content"]
 
 
+BILLING = "x-anthropic-billing-header: v=1; c=0f3;"
+
+
 @pytest.mark.parametrize("role", ["user", "system"])
-def test_a_billing_line_is_left_out_and_a_system_message_may_be_the_last(role: str) -> None:
-    system = [
-        {"type": "text", "text": text} for text in ("x-anthropic-billing-header: v=1; c=0f3;", "be brief")
-    ]
+@pytest.mark.parametrize(
+    "system",
+    [
+        [{"type": "text", "text": text} for text in (BILLING, "be brief")],
+        [{"type": "text", "text": f"{BILLING}\nbe brief"}],
+        f"{BILLING}\n\nbe brief",
+    ],
+)
+def test_a_billing_line_is_left_out_and_a_system_message_may_be_the_last(role: str, system: Any) -> None:
     messages = [*SHORT[MESSAGES]["messages"], {"role": role, "content": "in /tmp"}]
     asked = MESSAGES.read({**SHORT[MESSAGES], "system": system, "messages": messages}, images=False)
     assert [message["content"] for message in asked.messages] == ["be brief", "hi", "in /tmp"]
