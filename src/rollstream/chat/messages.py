@@ -42,10 +42,15 @@ class MessageError(DataError):
         self.where = where
 
 
+def keep_part(part: Part, where: str) -> Part:
+    """Takes a part as it is: it has been read, or will be."""
+    return part
+
+
 def read_messages(
     messages: Sequence[Any],
     where: str,
-    read_part: Callable[[Part, str], Part],
+    read_part: Callable[[Part, str], Part] = keep_part,
     *,
     any_role: bool = False,
 ) -> list[Message]:

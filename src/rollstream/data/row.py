@@ -4,7 +4,7 @@ from typing import Any
 
 import orjson
 
-from rollstream.chat.messages import MessageError, Part, read_messages
+from rollstream.chat.messages import MessageError, read_messages
 from rollstream.data.row_images import has_images, take_images
 from rollstream.data.values import BadRow, Row, content_digest, described
 from rollstream.trajectory import Message, PromptRow
@@ -167,11 +167,6 @@ def _messages(prompt: Any, column: str) -> list[Message]:
     if not prompt:
         raise BadRow(f"{column} is an empty list, want at least one message")
     try:
-        return read_messages(prompt, column, _read_part, any_role=True)
+        return read_messages(prompt, column, any_role=True)  # images are found later
     except MessageError as error:
         raise BadRow(str(error)) from error
-
-
-def _read_part(part: Part, where: str) -> Part:
-    """Images are found later, and other media refused: see `row_images`."""
-    return part

@@ -244,11 +244,11 @@ class Recorder:
         recorded = find_branches(
             self.session, answer=answer, prompt=prompt, kept=kept, find_side_calls=find_side_calls
         )
-        found = [self._trajectory(branch) for branch in recorded.branches]
-        for trajectory in found[:-1]:
+        trajectories = [self._trajectory(branch) for branch in recorded.branches]
+        for trajectory in trajectories[:-1]:
             trajectory.is_snapshot = True
         self.final_is_guess = recorded.is_guess
-        return found
+        return trajectories
 
     def _trajectory(self, branch: Branch) -> Trajectory:
         turns = branch.turns
@@ -270,7 +270,7 @@ class Recorder:
             "side_call": branch.is_side_call,
             "old_thinking_tokens": self._old_thinking(chain),
             "rendered_again_tokens": sum(
-                len(answer.completion.token_ids) for one in chain for answer in one.ask.again
+                len(answer.completion.token_ids) for turn in chain for answer in turn.ask.again
             ),
         }
         if about := {name: value for name, value in about.items() if value} | self._notes:
@@ -436,7 +436,7 @@ class Recorder:
             message = {**completion.message, "content": completion.message.get("content") or ""}
             if calls := message.pop("tool_calls", None):
                 given = zip(calls, calls_of(completion.message), strict=True)
-                if readable := [one for one, read in given if read.error is None]:
+                if readable := [sent for sent, read in given if read.error is None]:
                     message["tool_calls"] = readable
             return message, None
         ids, stop, stops = completion.token_ids, None, call.stop
@@ -568,7 +568,9 @@ class _Templates:
         for are_results, group in groupby(messages, key=lambda message: message["role"] == "tool"):
             turn = [*group]
             if are_results:
-                turn = self._loop.resources.template.tool_messages(turn, [one["content"] for one in turn])
+                turn = self._loop.resources.template.tool_messages(
+                    turn, [message["content"] for message in turn]
+                )
             shown += turn
         return shown
 

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.chat.messages import MessageError, Part, read_messages
+from rollstream.chat.messages import MessageError, read_messages
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "rain", "arguments": '{"city":"Lyon"}'}}
 READ = {**CALL, "function": {"name": "rain", "arguments": {"city": "Lyon"}}}
@@ -10,10 +10,7 @@ PICTURE = {"type": "image", "image": "a.png"}
 
 
 def read(*messages: Any, any_role: bool = False) -> list[dict[str, Any]]:
-    def part(given: Part, where: str) -> Part:
-        return given
-
-    return read_messages(messages, "messages", part, any_role=any_role)
+    return read_messages(messages, "messages", any_role=any_role)
 
 
 @pytest.mark.parametrize(

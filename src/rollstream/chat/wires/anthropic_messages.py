@@ -16,7 +16,6 @@ from rollstream.chat.wires.exchange import (
     Answer,
     Asked,
     Notes,
-    as_it_is,
     conversation,
     image,
     listed,
@@ -93,7 +92,7 @@ class MessagesWire:
         read: list[Message] = [{"role": "system", "content": system}] if system else []
         for where, message in listed(asked.messages, "messages"):
             read += _read_message(message, where, images, deferred)
-        messages = conversation(read, "messages", as_it_is)
+        messages = conversation(read, "messages")
         if messages[-1]["role"] == "assistant":
             raise RequestError(
                 "the conversation must end with a user message: an answer that is begun already (prefill) is "

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from rollstream.chat.messages import MessageError, Part, read_messages
+from rollstream.chat.messages import MessageError, Part, keep_part, read_messages
 from rollstream.chat.tool_schema import check_names_differ, check_tool_schema
 from rollstream.chat.wires.requests import (
     HARMLESS,
@@ -144,7 +144,7 @@ def take_sampling(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def conversation(
-    messages: Sequence[Any], where: str, read_part: Callable[[Part, str], Part]
+    messages: Sequence[Any], where: str, read_part: Callable[[Part, str], Part] = keep_part
 ) -> list[Message]:
     """The messages of a request; see `read_messages`. Raises `RequestError`: one is not whole, or there is none."""
     if not messages:
@@ -167,11 +167,6 @@ def image_reader(allowed: bool) -> Callable[[Part, str], Part]:
         return image(shown.get("url") if isinstance(shown, dict) else shown, where, allowed=allowed)
 
     return read
-
-
-def as_it_is(part: Part, where: str) -> Part:
-    """Reads parts of messages that were made of another API's: they have been checked."""
-    return part
 
 
 def image(url: Any, where: str, *, allowed: bool) -> Part:

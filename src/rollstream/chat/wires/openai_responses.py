@@ -17,7 +17,6 @@ from rollstream.chat.wires.exchange import (
     Answer,
     Asked,
     Notes,
-    as_it_is,
     conversation,
     image,
     listed,
@@ -75,7 +74,7 @@ class ResponsesWire:
         tools, namespaces = _read_tools(asked.tools, notes)
         messages = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
         messages += _read_input(asked.input, images, {own: shown for shown, own in namespaces.items()})
-        messages = conversation(messages, "input", as_it_is)
+        messages = conversation(messages, "input")
         if messages[-1]["role"] == "assistant":
             raise RequestError("the input must end with something to answer", param="input")
         return Asked(
