@@ -142,8 +142,9 @@ def load(source: str) -> ChatTokenizer:
     tokenizer = ChatTokenizer(own)
     try:
         alone = behind(tokenizer, KINDS[0], [], prompt=False)
-        kept = shared(alone, behind(tokenizer, KINDS[0], [NEXT], prompt=True))
-        ends = [token for token in _TOKENS.findall(kept) or _TOKENS.findall(alone) if _ENDS.search(token)]
+        after = behind(tokenizer, KINDS[0], [NEXT], prompt=True)
+        known = _TOKENS.findall(shared(alone, after)) or _TOKENS.findall(alone) or _TOKENS.findall(after)[:1]
+        ends = [token for token in known if _ENDS.search(token)]
     except DataError:
         ends = []
     return ChatTokenizer(own, end_ids=[] if not ends else [own.convert_tokens_to_ids(ends[-1])])
@@ -208,6 +209,9 @@ def trials(tokenizer: ChatTokenizer, kind: Kind, added: list[Message]) -> Iterat
         own, other = _TOKENS.match(alone), _TOKENS.match(rest)
         if own and other and _ENDS.search(own[0]):
             yield "whole end", syntax + own[0], rest.removeprefix(other[0])
+        if not own and other and tokenizer.token_id(other[0]) in tokenizer.end_ids and other[0] != "</s>":
+            yield "whole end", syntax + other[0], rest.removeprefix(other[0])  # the last turn stays open
+            yield "another end token", syntax + "</s>", rest.removeprefix(other[0])
         return
     end = kept[: places[-1]]
     yield "whole end", syntax + end, rest.removeprefix(end)

@@ -161,13 +161,19 @@ class TurnTemplate:
         after: str,
         tools: list[dict[str, Any]] | None,
     ) -> str:
-        """How the last turn ends; "" if the template takes no conversation that ends with an answer.
+        """How the last turn ends, or one that something follows if the last one stays open; "" if that is unknown.
 
         Raises:
             DataError: the template puts text of its own before the end if something follows.
         """
         try:
-            end = self._split(marked, tools)[1]
+            syntax, end = self._split(marked, tools)
+            if not end.strip():
+                other = _QUESTION if added[0]["role"] != "user" else {"role": "assistant", "content": "."}
+                known = self._behind_mark([*marked, other], tools) or ""
+                kept = after[: _shared([after, known.removeprefix(syntax)])]  # whoever speaks next
+                found = self._end_tokens.search(kept)
+                return kept[: found.end()] if found else ""
         except DataError:
             return ""
         own, put = map(self._text_first, (end, after))
