@@ -114,7 +114,7 @@ class Endpoint:
         model: what the model is called.
         max_model_len: told to those who ask what the model can take.
         client_sampling: whether clients choose how their calls are sampled; else the run's sampling wins.
-        strict: whether what is not done as asked is refused; else it is noted where no answer would change.
+        strict: refuse requests that would not be done as asked; False: note it where no answer would change.
         max_sessions: that may be open at once.
         """
         self._model = model
@@ -357,7 +357,7 @@ def room_for_connections() -> int:
 
 
 def _says_side_call(body: dict[str, Any], request: Request) -> bool:
-    """Whether a call says that it is a side call. Takes what it says of itself out of its body."""
+    """Whether a call marks itself as a side call, in its header or body. Takes the mark out of the body."""
     own = body.pop("rollstream", None)
     calls = [request.headers.get(CALL_HEADER), own.get("call") if isinstance(own, dict) else own]
     for call in calls:

@@ -60,9 +60,8 @@ class Branches:
     branches: Sequence[Branch]
     """The final one last."""
     is_guess: bool = False
-    """Whether another conversation might as well be the final one: nothing is stated that fits, and either neither
-    begins with the prompt row, or both do, and neither tools nor time tell. Then none is known to be a side call,
-    unless it says so itself."""
+    """Whether another conversation might as well be the final one: no answer is stated that fits, and the prompt
+    row, tools and time do not tell them apart. Then only conversations that say so themselves are side calls."""
 
 
 def find_branches(

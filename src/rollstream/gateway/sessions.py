@@ -97,8 +97,8 @@ class Ask:
     path: bytes
     """Of what the conversation has, and how often that was asked before: the same when calls come anew, in
     whatever order. For its seed."""
-    talk: int
-    """The conversation, but for its system messages; see `_talk`."""
+    turns_hash: int
+    """Names the conversation apart from its system messages, see `_hash_turns`."""
     again: "Sequence[Turn]"
     """Turns whose answers are in `given`: their text is rendered anew."""
 
@@ -152,8 +152,8 @@ class Turn:
     """Where its answer begins in its segment's ids."""
     place: int
     """Where its conversation leads, see `Session`."""
-    talk: int
-    """See `Ask.talk`."""
+    turns_hash: int
+    """See `Ask.turns_hash`."""
     stop: str | None = None
     """The stop text that ended it; the message ends before it."""
     following: Ask | None = None
@@ -209,10 +209,10 @@ class Session:
         """The turns whose answers lead there, the newest one last: their texts are the same."""
         self._said: dict[Hashable, Turn] = {}
         """The newest turn with this answer."""
-        self._talks: dict[int, int] = {}
-        """The places of conversations up to an answer, by what they are but for system messages; see `_talk`."""
+        self._places_by_hash: dict[int, int] = {}
+        """The places of conversations up to an answer, by `Ask.turns_hash`."""
         self.system_changed = False
-        """Whether a call went on with a conversation, but for a system message that was another one."""
+        """Whether a call had the turns of an earlier conversation, and other system messages."""
         self._asked: Counter[bytes] = Counter()
         """How often what a path has was asked."""
         self.open_calls = 0
@@ -243,10 +243,11 @@ class Session:
             shown, ids = self._renderer.prompt(given, tools, first=self._first in (None, first))
             self._first = first if self._first is None else self._first
             segment, number = self._new_segment(None, first, is_side_call), 1
-            talk, there = hash(root), root
+            turns_hash, there = hash(root), root
             for key in keys:
-                talk, there = _talk(talk, key), self._next.get((there, key), -1)
-                self.system_changed |= key[0] == "assistant" and self._talks.get(talk, there) != there
+                turns_hash, there = _hash_turns(turns_hash, key), self._next.get((there, key), -1)
+                known_place = self._places_by_hash.get(turns_hash, there)
+                self.system_changed |= key[0] == "assistant" and known_place != there
         else:
             given = _with_ids(given, zip(_ids(messages[:known]), _ids(parent.conversation), strict=True))
             tools, number = parent.ask.tools, parent.ask.number + 1
@@ -255,23 +256,23 @@ class Session:
             goes_on = parent.following is None and segment.is_side_call == is_side_call
             if not goes_on:
                 segment = self._new_segment(parent, segment.beginning, is_side_call)
-            talk = reduce(_talk, keys[known:], parent.talk)
+            turns_hash = reduce(_hash_turns, keys[known:], parent.turns_hash)
         self.begun += 1
         ask = Ask(
-            segment,
-            parent,
-            tools,
-            given,
-            shown,
-            ids,
-            self._tick(),
-            place,
-            keys[known:],
-            number,
-            self.begun,
-            self._path(b"" if parent is None else parent.ask.path, ids or given),
-            talk,
-            [self._said[key] for key in keys[known:] if key in self._said],
+            segment=segment,
+            parent=parent,
+            tools=tools,
+            given=given,
+            shown=shown,
+            given_ids=ids,
+            begun=self._tick(),
+            place=place,
+            keys=keys[known:],
+            number=number,
+            serial=self.begun,
+            path=self._path(b"" if parent is None else parent.ask.path, ids or given),
+            turns_hash=turns_hash,
+            again=[self._said[key] for key in keys[known:] if key in self._said],
         )
         if parent is not None and goes_on:
             parent.following = ask
@@ -288,9 +289,19 @@ class Session:
         key = _key(message)
         for one in (*ask.keys, key):
             place = self._next.setdefault((place, one), 2 * len(self._next) + 1)
-        talk = _talk(ask.talk, key)
-        self._talks[talk] = place
-        turn = Turn(ask, name, message, completion, self._tick(), len(segment.ids), place, talk, stop)
+        turns_hash = _hash_turns(ask.turns_hash, key)
+        self._places_by_hash[turns_hash] = place
+        turn = Turn(
+            ask,
+            name,
+            message,
+            completion,
+            answered=self._tick(),
+            start=len(segment.ids),
+            place=place,
+            turns_hash=turns_hash,
+            stop=stop,
+        )
         segment.ids += completion.token_ids
         segment.turns.append(turn)
         self._ends.setdefault(place, []).append(turn)
@@ -458,8 +469,8 @@ def _call_key(call: dict[str, Any]) -> Hashable:
     return function["name"], form
 
 
-def _talk(before: int, key: tuple[Hashable, ...]) -> int:
-    """A conversation and the next message, as a number that is the same whatever system messages it has."""
+def _hash_turns(before: int, key: tuple[Hashable, ...]) -> int:
+    """Names a conversation and its next message by a number; system messages do not change it."""
     return before if key[0] == "system" else hash((before, key))
 
 

@@ -92,14 +92,9 @@ class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
             self._refuse_several()
             if (loop.snapshot_scoring, loop.context_penalty) != ("outcome", None):
                 self._refuse_own_rewards()
-            if (
-                current_calls() is None
-                and loop.context_penalty is None
-                and (
-                    loop.snapshot_scoring == "none"
-                    or (loop.snapshot_scoring == "own" and settings.custom_reward_function.path is None)
-                )
-            ):
+            scores_own = loop.snapshot_scoring == "own" and settings.custom_reward_function.path is not None
+            has_reward = loop.snapshot_scoring == "outcome" or scores_own or loop.context_penalty is not None
+            if current_calls() is None and not has_reward:
                 raise ConfigError(
                     f"agent loop {self._name!r}: verl's trainer gives a snapshot without a reward the final one's: "
                     "with snapshot_scoring=own name a custom_reward_function in overrides, and leave out none"
