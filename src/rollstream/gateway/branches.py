@@ -122,7 +122,12 @@ def _final(
     most = max(begins.values())
     candidates = [branch for branch in candidates if begins[branch] == most]
     # OpenCode's title call has the prompt, too, and no tools.
-    final = _newest([branch for branch in candidates if most and branch.origin.ask.tools] or candidates)
+    rivals = [branch for branch in candidates if most and branch.origin.ask.tools] or candidates
+    final = _newest(rivals)
+    # A title may be the very number that was asked for.
+    as_asked = [branch for branch in rivals if _system(branch.origin.ask.given) == _system(prompt)]
+    if best and as_asked and not any(usage.of(final, branch) for branch in as_asked):
+        final = _newest(as_asked)
     others = (branch for branch in candidates if branch.segment.beginning != final.segment.beginning)
 
     def is_no_rival(branch: Branch) -> bool:

@@ -72,6 +72,23 @@ def test_the_final_one_says_the_answer_or_has_it_among_its_words(
     assert sorted_out(client, answer=answer)[0] == final
 
 
+def test_a_title_that_is_the_answer_is_a_side_call() -> None:
+    client = Client()
+    said(client, [TASK], "126")
+    said(client, [system("You name conversations."), TASK], "126")
+    assert sorted_out(client, answer="126") == ("126", ["126"], False)
+    assert client.check(answer="126", prompt=[TASK])[-1].messages[0] == TASK
+
+
+def test_one_that_chose_among_answers_is_none() -> None:
+    client = Client()
+    for vote in ("126", "125"):
+        said(client, [TASK], vote)
+    said(client, [system("Choose."), TASK, user("126 or 125?")], "126")
+    assert sorted_out(client, answer="126") == ("126", [], False)
+    assert client.check(answer="126", prompt=[TASK])[-1].messages[0] == system("Choose.")
+
+
 def test_an_answer_may_be_the_argument_of_a_call() -> None:
     client = Client()
     call = {"id": "c1", "function": {"name": "submit", "arguments": {"answer": "126 bricks"}}}
