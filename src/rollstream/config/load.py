@@ -24,7 +24,7 @@ from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import msgspec
@@ -507,7 +507,7 @@ def _described(kind: Any, message: str, value: Any) -> str:
     expected = message.replace("`", "").replace("Expected ", "", 1).partition(", got ")[0]
     if (wrong := re.fullmatch(r"Invalid enum value '(.*)'", message, re.DOTALL)) is not None:
         choices = [
-            str(one) for each in get_args(kind) for one in (get_args(each) or [each])
+            str(one) for each in get_args(kind) if each is not NoneType for one in get_args(each) or [each]
         ]  # maybe of a list
         near = difflib.get_close_matches(wrong[1], choices, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -538,7 +538,13 @@ def _read_override(text: str) -> tuple[str, Any]:
         value = None if override.is_delete() else override.value()
     except HydraException as error:
         if simple is None:
-            raise ConfigError(f"cannot read {text!r} as key=value: {_first_line(error)}") from error
+            is_file = text.endswith((".jsonl", ".json", ".parquet"))
+            why = (
+                "several files: --prompts before each, or a pattern in quotes"
+                if is_file
+                else _first_line(error)
+            )
+            raise ConfigError(f"cannot read {text!r} as key=value: {why}") from error
         if simple[1] not in _known_keys() and not _is_free_form(simple[1]):
             raise ConfigError(_unknown(simple[1])) from error
         is_structure = simple[2][:1] in tuple("[{'\"")  # that begins something that goes wrong later

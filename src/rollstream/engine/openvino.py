@@ -136,7 +136,8 @@ class OpenVINOEngine:
         scale = self._load.temperature
         if sampling.logprobs and scale is not None and sampling_changes(sampling) != {"temperature": scale}:
             raise EngineError(
-                f"log-probs are those of temperature {scale:g}, without top_p and top_k: of no other"
+                f"with logprobs_mode=processed_logprobs every request samples at temperature {scale:g}, without "
+                "top_p and top_k: this one asks for something else"
             )
         worker = self._life.backend
         if worker is None:

@@ -186,8 +186,9 @@ def check_capabilities(
     if sampling.logprobs and logprobs_mode not in (None, f"{capabilities.logprobs}_logprobs") and changes:
         named = ", ".join(f"{name} {value}" for name, value in changes.items())
         problems.append(
-            f"its log-probs are {capabilities.logprobs}, and with {named} those are no {logprobs_mode} "
-            f"({rollout}.logprobs_mode; openvino takes a temperature alone, vLLM servers --logprobs-mode, hf all)"
+            f"with {named} its log-probs are {capabilities.logprobs}, not what {rollout}.logprobs_mode="
+            f"{logprobs_mode} asks for (processed ones are given by openvino for a temperature alone, by vLLM "
+            "servers with --logprobs-mode processed_logprobs, by hf always)"
         )
     if sampling.seed is not None and not capabilities.seeds:
         problems.append(

@@ -37,7 +37,8 @@ class RunDirectory:
         if self.manifest.logprobs is not None and self.state.keys.done:
             raise ConfigError(
                 f"{self.paths.root} has {self.manifest.logprobs} log-probs, and its engine now gives {kind} "
-                "ones: start the servers as they were (--logprobs-mode), or take another --output"
+                "ones: set actor_rollout_ref.rollout.logprobs_mode (of servers, --logprobs-mode) as it was, or take "
+                "another --output"
             )
         self.manifest = msgspec.structs.replace(self.manifest, logprobs=kind)
         write_manifest(self.paths.root, self.manifest)

@@ -69,6 +69,8 @@ def test_overrides_in_hydras_grammar() -> None:
         ("generation.max_failed_share=1.5", "at most 1"),
         ("generation.seed=-1", "generation.seed"),
         ("data.train_files", "cannot read 'data.train_files' as key=value"),
+        ("data/b.jsonl", "as key=value: several files: --prompts before each"),
+        ("actor_rollout_ref.rollout.logprobs_mode=raw", r"one of raw_logprobs, processed_logprobs \(it is"),
         ("actor_rollout_ref.rollout.n=1,2", "sweep"),
         ("data.train_files=a,b", r"""if the comma is part of it: 'data\.train_files="a,b"'"""),
         ("data.train_files=[dír/a]", r"""like this: 'data\.train_files=\["a b", "c"\]'"""),

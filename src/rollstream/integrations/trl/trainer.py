@@ -145,7 +145,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             args = GRPOEnvConfig("grpo-env")
         if not isinstance(args, GRPOEnvConfig):
             raise ConfigError(
-                f"args is a GRPOEnvConfig here, which has all of GRPOConfig's, not a {type(args).__name__}"
+                f"args must be a GRPOEnvConfig, which takes all that GRPOConfig takes; it is a {type(args).__name__}"
             )
         if train_dataset is not None:
             environment.refuse_data()
