@@ -4,7 +4,6 @@ A program that cuts a text through an emoji writes the rest as JSON all the same
 of it, and so does whatever reads texts here that programs, tools and rewards wrote.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -12,7 +11,11 @@ from typing import Any, TypeVar
 REPLACEMENT = "\ufffd"
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
-_ENCODED = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
+_IN_JSON = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"  # a first half alone
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a second half alone
+    rb"|\xed[\xa0-\xbf][\x80-\xbf]"  # either, as bytes that are no UTF-8
+)
 
 T = TypeVar("T")
 
@@ -32,14 +35,13 @@ def replace_in_value(value: Any) -> Any:
 
 
 def replace_in_json(text: bytes) -> tuple[bytes, int]:
-    """JSON without lone surrogates, and how many there were; as it is if it has none, or is no JSON."""
-    try:
-        value = json.loads(text)  # takes them, unlike stricter decoders
-        written = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    except (ValueError, RecursionError):
+    """JSON without lone surrogates, and how many there were. It need not be whole, and is not parsed."""
+    if not (b"\\ud" in text or b"\\uD" in text or b"\xed" in text):
         return text, 0
-    mended, count = _ENCODED.subn(REPLACEMENT.encode(), written)
-    return (mended, count) if count else (text, 0)
+    # NUL, which JSON does not hold, keeps an escaped backslash and what follows it apart.
+    apart = text.replace(rb"\\", b"\\\\\0")
+    mended, count = _IN_JSON.subn(rb"\\ufffd", apart)
+    return (mended.replace(b"\\\\\0", rb"\\"), count) if count else (text, 0)
 
 
 def decode_json(text: bytes, decode: Callable[[bytes], T]) -> tuple[T, int]:

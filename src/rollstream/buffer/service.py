@@ -194,7 +194,7 @@ class Service:
         except ItemError:
             if encoding == "msgpack":
                 raise
-            mended, replaced = await asyncio.to_thread(replace_in_json, body)
+            mended, replaced = replace_in_json(body)
             if not replaced:
                 raise
             return await self._parse(mended, encoding), replaced
