@@ -7,12 +7,14 @@ short conversations with marks in them, once for each kind of place, and avoided
     system, system, user               one system message, its texts joined
     user, assistant, system, user      as it is, where the template shows it there; else
     user, assistant, user              the system's text stands before the user's
+    user, user                         as it is, where the template takes it; else one message, its texts joined
 """
 
 import json
 import logging
 from collections.abc import Callable
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from rollstream.errors import DataError
@@ -43,7 +45,7 @@ class TemplateForm:
         return self._typed(self.placed(messages))
 
     def placed(self, messages: list[Message]) -> list[Message]:
-        """The conversation with its system messages where the template shows them.
+        """The conversation with its system messages where the template shows them, and users' turns as it takes them.
 
         System messages that follow each other are one. One that the template would refuse or leave out becomes
         text of the user's turn after it; of the turn before it, where no user's turn follows; else a turn of its
@@ -53,13 +55,8 @@ class TemplateForm:
             DataError: the template leaves out a message of another role.
         """
         if all(message["role"] in ("user", "assistant") for message in messages):
-            return messages
-        joined: list[Message] = []
-        for message in messages:
-            if message["role"] == "system" and joined and joined[-1]["role"] == "system":
-                joined[-1] = _together(joined[-1], message)
-            else:
-                joined.append(message)
+            return self._users_apart(messages)
+        joined = _joined(messages, "system")
         placed: list[Message] = []
         moved: Message | None = None
         for at, message in enumerate(joined):
@@ -78,7 +75,12 @@ class TemplateForm:
                 raise DataError(f"the chat template leaves out messages[{at}], which has the role {role!r}")
         if moved is not None:
             _add_as_user(placed, moved)
-        return placed
+        return self._users_apart(placed)
+
+    def _users_apart(self, messages: list[Message]) -> list[Message]:
+        """Users' messages that follow each other are one, where the template wants roles to alternate."""
+        in_a_row = any(one["role"] == "user" == other["role"] for one, other in pairwise(messages))
+        return _joined(messages, "user") if in_a_row and not self._takes_users_in_a_row else messages
 
     def _typed(self, messages: list[Message]) -> list[Message]:
         if self._takes_parts_only:
@@ -127,6 +129,12 @@ class TemplateForm:
         return _MARK not in self._try(message) and _MARK in self._try(_in_parts(message))
 
     @cached_property
+    def _takes_users_in_a_row(self) -> bool:
+        """Whether the template shows two messages of a user that follow each other."""
+        text = self._try(*self._typed([{"role": "user", "content": mark} for mark in (_BEFORE, _MARK)]))
+        return _BEFORE in text and _MARK in text
+
+    @cached_property
     def _takes_no_empty_text(self) -> bool:
         """Whether an answer of calls alone needs a list of parts, as for a template that looks into `content[0]`."""
         answer = _answer(json.dumps({_BEFORE: _AFTER}) if self._takes_argument_text else {_BEFORE: _AFTER})
@@ -167,6 +175,17 @@ def _call(arguments: Any) -> dict[str, Any]:
 def _answer(arguments: Any) -> Message:
     """An answer that is one call."""
     return {"role": "assistant", "content": "", "tool_calls": [_call(arguments)]}
+
+
+def _joined(messages: list[Message], role: str) -> list[Message]:
+    """Messages of a role that follow each other are one."""
+    joined: list[Message] = []
+    for message in messages:
+        if message["role"] == role and joined and joined[-1]["role"] == role:
+            joined[-1] = _together(joined[-1], message)
+        else:
+            joined.append(message)
+    return joined
 
 
 def _together(first: Message, second: Message) -> Message:

@@ -57,6 +57,8 @@ def talk(roles: str) -> list[dict[str, Any]]:
         (HOISTED, "suasu", "s0|[user] u1|[assistant] a2|[user] s3 u4"),
         (NO_SYSTEM, "su", "[user] s0 u1"),
         (ALTERNATING, "sus", "[user] s0 u1 s2"),
+        (ANYWHERE, "uauu", "[user] u0|[assistant] a1|[user] u2|[user] u3"),
+        (ALTERNATING, "uauu", "[user] u0|[assistant] a1|[user] u2 u3"),
         (ALTERNATING, "usasu", "[user] u0 s1|[assistant] a2|[user] s3 u4"),
     ],
 )
