@@ -10,6 +10,7 @@ from rich.text import Text
 from rollstream.chat.token_text import TokenText, read_token_text
 from rollstream.errors import ConfigError
 from rollstream.store.find import FoundTrajectory
+from rollstream.trajectory import is_side_call
 
 _ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
@@ -19,6 +20,8 @@ def print_trajectory(found: FoundTrajectory, *, tokens: bool, console: Console |
     console = console or Console(highlight=False, soft_wrap=True)
     row = found.row
     kind = "snapshot" if row["is_snapshot"] else "final"
+    if is_side_call(row["extra"]):
+        kind = "side call"
     console.print(
         Text(
             f"index {row['index']} repeat {row['repeat']} trajectory {row['trajectory']} ({kind}, of "

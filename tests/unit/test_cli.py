@@ -200,6 +200,16 @@ def test_configuration_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         assert said in told and "--config FILE" in told
 
 
+async def test_a_side_call_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = rollout(0, trajectories=2)
+    both.trajectories[0].extra = {"gateway": {"side_call": True}}
+    await commit_all(tmp_path, [both])
+    assert main(["show", str(tmp_path), "0", "0", "--trajectory", "0"]) == 0
+    assert main(["show", str(tmp_path), "0"]) == 0
+    told = capsys.readouterr().out
+    assert "trajectory 0 (side call, of 2)" in told and "trajectory 1 (final, of 2)" in told
+
+
 async def test_damaged_files_are_errors_not_tracebacks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
