@@ -520,6 +520,8 @@ class _Templates:
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, first: bool
     ) -> tuple[Sequence[Message], Sequence[int]]:
         schemas, template = list(tools), self._loop.resources.template
+        if not first:
+            messages = _named(messages)
         if any(message["role"] == "tool" for message in messages) and not template.has_tool_role:
             messages = self._results_of_users(messages)
         images = self._pixels(messages)
@@ -594,6 +596,19 @@ class _Templates:
             return {**message, "content": escape(content)}
         parts = [{**part, "text": escape(part["text"])} if "text" in part else part for part in content]
         return {**message, "content": parts}
+
+
+def _named(messages: Sequence[Message]) -> list[Message]:
+    """A history whose results say what was called, as those that follow an answer do: some templates want it."""
+    names = {
+        call.get("id"): call["function"]["name"] for one in messages for call in one.get("tool_calls") or ()
+    }
+    return [
+        {"name": names[known], **one}
+        if one["role"] == "tool" and (known := one.get("tool_call_id")) in names
+        else one
+        for one in messages
+    ]
 
 
 def _image_key(part: Mapping[str, Any]) -> str:

@@ -106,6 +106,19 @@ async def test_what_is_between_answers_is_what_the_whole_rendering_has_there() -
     assert text == f"dry<|end_text|><|end|>{between}dry<|end_text|><|end|>"
 
 
+async def test_results_in_a_rewritten_history_say_what_was_called() -> None:
+    tokenizer = turns.load(
+        "{%- for m in messages -%}<|turn|>{{ m.name if m.role == 'tool' else m.role }}: {{ m.content }}{%- endfor -%}"
+    )
+    engine = await started(lambda r: tokenizer.encode("dry</s>"))
+    recorder, _ = recorder_of(engine, tokenizer=tokenizer)
+    await ask(recorder, [user("Lyon?")])
+    call = turns.calls(1)
+    result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "wet"}
+    await ask(recorder, [user("Nice?"), call, result])
+    assert tokenizer.decode(list(engine.requests[-1].prompt_ids)).endswith("weather: wet")
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.booleans()), min_size=1, max_size=8))
 @settings(max_examples=20)
 def test_any_history_is_exact(steps: list[tuple[int, int, bool]]) -> None:
