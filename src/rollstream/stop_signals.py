@@ -20,7 +20,9 @@ class StoppedEarly(Exception):
 
 
 class StopSignals:
-    """SIGINT and SIGTERM as an event; a second signal, not right after the first, calls `on_second` at once.
+    """SIGINT, SIGTERM and SIGHUP as an event; a second signal, not right after the first, calls `on_second` at once.
+
+    SIGHUP, which a terminal sends when it is closed, stays ignored where `nohup` ignores it.
 
     Only the outermost program may take over signals: the command line installs them, a run that is
     embedded in another program has one that never fires.
@@ -34,10 +36,11 @@ class StopSignals:
         self._first_at = 0.0
 
     def install(self) -> None:
-        """Takes over SIGINT and SIGTERM of the running event loop."""
+        """Takes over the signals of the running event loop."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._receive, number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, self._receive, number)
 
     def _receive(self, number: int) -> None:
         now = asyncio.get_running_loop().time()
@@ -62,7 +65,7 @@ class StopSignals:
 
 
 def stop_signals() -> asyncio.Event:
-    """Set by SIGINT and SIGTERM; a second one ends the process at once."""
+    """Set by SIGINT, SIGTERM and SIGHUP; a second one ends the process at once."""
     signals = StopSignals(on_second=lambda number: os._exit(128 + number))
     signals.install()
     return signals.requested

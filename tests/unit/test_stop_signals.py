@@ -77,3 +77,19 @@ async def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch: pytest.Monk
     os.kill(os.getpid(), signal.SIGINT)
     async with asyncio.timeout(PATIENCE_S):
         assert await hard.get() == signal.SIGTERM
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+async def test_a_closed_terminal_stops_what_nohup_does_not_protect(nohup: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    try:
+        signals = StopSignals()
+        signals.install()
+        os.kill(os.getpid(), signal.SIGHUP)
+        if nohup:
+            os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(PATIENCE_S):
+            await signals.requested.wait()
+        assert signals.signal == (signal.SIGTERM if nohup else signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)

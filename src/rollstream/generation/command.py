@@ -7,11 +7,12 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -95,13 +96,15 @@ def _generate(config: DictConfig, out: TextIO, err: ProgressConsole, *, as_json:
             raise
 
     result = asyncio.run(run_until_stopped())
-    if as_json:
-        out.write(_json({**asdict(result), "exit_code": result.exit_code, "complete": result.complete}))
-    else:
-        out.write(summarise(result) + "\n")
-    if result.signal is not None:
+    with suppress(OSError) if result.signal == signal.SIGHUP else nullcontext():  # the terminal is closed
+        if as_json:
+            out.write(_json({**asdict(result), "exit_code": result.exit_code, "complete": result.complete}))
+        else:
+            out.write(summarise(result) + "\n")
         out.flush()
-        err.say(resume)
+        if result.signal is not None:
+            err.say(resume)
+    if result.signal is not None:
         _leave(result.exit_code, out)
     return result.exit_code
 
@@ -397,6 +400,7 @@ def _freeze_garbage() -> None:
 def _leave(code: int, out: TextIO) -> None:
     """Ends the process without waiting for threads: everything that counts is on disk."""
     for stream in (out, sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(OSError):
+            stream.flush()
     logging.shutdown()
     os._exit(code)

@@ -28,7 +28,7 @@ examples:
 exit codes: 0 done (also when damage was found at the start and made good: that is a warning);
 1 finished with more failed or unscored rollouts than generation.max_failed_share, or stopped by a lost
 engine, a full disk or damage found while merging; 2 wrong usage or configuration, or a run directory that
-cannot be used; 130/143 stopped by a signal: the same command continues.
+cannot be used; 129/130/143 stopped by a signal: the same command continues.
 """
 
 
