@@ -177,7 +177,8 @@ def _family(name: str, text: str, value: float | dict[str, int], label: str) -> 
 def _translate(error: Exception) -> HTTPError | None:
     where = error.where if isinstance(error, ItemError) else ""
     if isinstance(error, ConfigError):
-        where = str(error).partition(":")[0]
+        key, colon, _ = str(error).partition(":")
+        where = key if colon and key.isidentifier() else ""
     for kind, status, code, seconds in _REFUSALS:
         if isinstance(error, kind):
             headers = {"retry-after": seconds} if seconds else {}

@@ -313,8 +313,9 @@ def show(options: argparse.Namespace) -> int:
         lines.append(f"--- {item.get('uid')}  reward {item.get('reward')}")
         lines += [f"[{message.get('role')}] {message.get('content')}" for message in item["messages"]]
         if (failure := item["extra_info"].get("failure")) is not None:
-            said = f"{failure.get('stage')}: {failure.get('error')}" if isinstance(failure, dict) else failure
-            lines.append(f"its rollout failed: {said}")
+            if isinstance(failure, dict):
+                failure = ": ".join(str(failure[key]) for key in ("stage", "error") if failure.get(key))
+            lines.append(f"its rollout failed: {failure}")
     if found.get("problem"):
         lines.append(f"its items cannot be shown: {found['problem']}")
     sys.stdout.write("\n".join(lines) + "\n")

@@ -178,7 +178,7 @@ def main(file: str, payload: int, report: int) -> bool:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    for noisy in ("httpx", "aiohttp.access"):  # a line for every request
+    for noisy in ("httpx", "httpx2", "aiohttp.access"):  # a line for every request
         logging.getLogger(noisy).setLevel(logging.WARNING)
     end = GeneratorEnd(finished=True)
     try:

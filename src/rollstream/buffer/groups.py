@@ -55,17 +55,17 @@ class GroupSettings:
     def __post_init__(self) -> None:
         if type(self.group_size) is not int or not 1 <= self.group_size <= MAX_GROUP_SIZE:
             raise ConfigError(
-                f"group_size must be a whole number from 1 to {MAX_GROUP_SIZE}, is {self.group_size!r:.100}"
+                f"group_size: {self.group_size!r:.100}, want a whole number from 1 to {MAX_GROUP_SIZE}"
             )
         for name in _RATIOS:
             ratio = getattr(self, name)
             if not _is_number(ratio) or not 0 < ratio <= 1:
-                raise ConfigError(f"{name} must be above 0 and at most 1, is {ratio!r:.100}")
+                raise ConfigError(f"{name}: {ratio!r:.100}, want a number above 0, at most 1")
         seconds = self.group_timeout_seconds
         if not _is_number(seconds) or not 0 < seconds < math.inf:
-            raise ConfigError(f"group_timeout_seconds must be above 0, is {seconds!r:.100}")
+            raise ConfigError(f"group_timeout_seconds: {seconds!r:.100}, want a number above 0")
         if type(self.raw) is not bool:
-            raise ConfigError(f"raw must be true or false, is {self.raw!r:.100}")
+            raise ConfigError(f"raw: {self.raw!r:.100}, want true or false")
 
     @property
     def min_group_size(self) -> int:

@@ -119,7 +119,7 @@ class Jobs:
         self._loop: asyncio.Task[None] | None = None
         self._closed = False
         self._run: _Run | None = None
-        self._trouble = ""
+        self._trouble = self._refused = ""
 
     async def resume(self) -> None:
         """Goes on with the job that ran, if there is one, and looks after jobs until `close`."""
@@ -140,6 +140,17 @@ class Jobs:
 
         Raises `ConfigError`, or `StorageError`: then what ran before goes on.
         """
+        try:
+            record, warnings = await self._start(payload, shown_token)
+        except ConfigError as error:
+            if str(error) != self._refused:  # slime's client repeats a refused start for ever
+                _LOG.warning("no job is started: %s", error)
+            self._refused = str(error)
+            raise
+        self._refused = ""
+        return record, warnings
+
+    async def _start(self, payload: Any, shown_token: bool) -> tuple[JobRecord, list[str]]:
         payload, warnings = self._rules.check(payload, shown_token)
         payload["num_repeat_per_sample"] = self._group_defaults.for_job(payload).group_size
         await self._files.refresh()
@@ -175,6 +186,8 @@ class Jobs:
             await self._end_generator()  # what it still writes is its own job's
             record = await self._store.save_job(record)
             self._wake.set()  # the loop starts it, and stops the one before
+        what = "is started" if same is None or same.id != record.id else "goes on"
+        _LOG.info("job %s of task %r %s: %r", record.id, record.task, what, record.payload.get("input_file"))
         for warning in warnings:
             _LOG.warning("job %s: %s", record.id, warning)
         return record, warnings

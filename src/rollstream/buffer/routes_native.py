@@ -60,7 +60,7 @@ class ReadRequest(_Body):
     distinct: bool = False
     """No instance twice."""
     consumer: _Text | None = None
-    read_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{8,64}$")] | None = None
+    read_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{8,64}$(?!\n)")] | None = None
     lease_seconds: _Seconds | None = None
     policy_version: _Number | None = None
     max_staleness: _Number | None = None

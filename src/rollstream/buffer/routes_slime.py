@@ -27,6 +27,8 @@ CONSUMER: Final = "slime"
 _START_ERROR_S: Final = 1.0
 """An error of /start_rollout comes after so long: the stock client asks again at once and for ever."""
 
+_REASON_CHARS: Final = 500
+
 _PART: Final = 2**20
 """Bytes of an item that are sent at once."""
 
@@ -265,4 +267,12 @@ def render_slime_error(request: web.BaseRequest, error: HTTPError) -> web.Respon
         return render_json_error(request, error)
     detail = {"message": str(error), "code": error.code, "where": error.where}
     body = {"success": False, "message": str(error), "detail": str(error), "error": detail}
-    return json_response(body, error.status, error.headers)
+    response = json_response(body, error.status, error.headers)
+    response.set_status(error.status, _reason(str(error)))
+    return response
+
+
+def _reason(message: str) -> str:
+    """The message as HTTP's reason phrase. slime's client prints that, and never the body."""
+    line = " ".join(message.split())[:_REASON_CHARS]
+    return "".join(char if " " <= char <= "~" else "?" for char in line)

@@ -134,25 +134,27 @@ def test_status_and_show(tmp_path: Path, capsys: Capture) -> None:
         assert server.post(f"/v1/jobs/{job}/expected", {"items": 3})[0] == 200
         assert "leases   0 out\n" in printed("status", server.url)
         items = [*group("good", (0, 1)), *group("bad", (1, 1)), item("open", -1, **failed)]
+        items.append(item("own", -1, extra_info={"failure": {"error": "sandbox died"}}))
         assert server.post("/v1/items", {"items": items})[0] == 200
         for where in (server.url, str(server.folder)):
             said = printed("status", where)
-            assert "1 open" in said and "1 equal_rewards" in said and f"{job} of task 'math'" in said
+            assert "2 open" in said and "1 equal_rewards" in said and f"{job} of task 'math'" in said
             shown = printed("show", where)
-            assert len(shown.splitlines()) == 3 and "'good'" in shown and "rewards 1 1" in shown
-            assert listed(where, "--state", "open", "--task", "math", "--job", job) == 1
+            assert len(shown.splitlines()) == 4 and "'good'" in shown and "rewards 1 1" in shown
+            assert listed(where, "--state", "open", "--task", "math", "--job", job) == 2
             assert listed(where, "--job", "nobody") == 0
             assert listed(where, "--limit", "1", "--after", "1") == 1
             found: Any = orjson.loads(printed("show", where, "2", "--json"))
             assert [one["uid"] for one in found["items"]] == ["'bad'-0", "'bad'-1"]
             assert "its rollout failed: generate: engine away" in printed("show", where, "3")
+            assert "its rollout failed: sandbox died" in printed("show", where, "4")
             assert "leases   0 out; the first group in line has waited" in said
-            assert f"{job} of task 'math': running, 5 items, its generator writes 3\n" in said
+            assert f"{job} of task 'math': running, 6 items, its generator writes 3\n" in said
             for wrong in (["0"], ["99999999999999999999"], ["--limit", "-1"], ["--after", str(2**63)]):
                 with pytest.raises(SystemExit, match="2"):
                     main(["buffer", "show", where, *wrong])
                 assert "want a whole number from" in capsys.readouterr().err
-            assert listed(where, "--after", "0") == 3
+            assert listed(where, "--after", "0") == 4
             assert main(["buffer", "show", where, "99"]) == 1
             assert "there is no group" in capsys.readouterr().err
     assert "1 ready" in printed("status", str(tmp_path / "buffer")), "the server is gone"

@@ -84,7 +84,7 @@ async def test_a_generator_gets_its_payload_and_a_private_log(world: World) -> N
             print("out")
             print("err", file=sys.stderr)
             logging.getLogger("mine").info("info")
-            for name in ("httpx", "aiohttp.access"):
+            for name in ("httpx", "httpx2", "aiohttp.access"):
                 logging.getLogger(name).info("a request")
                 logging.getLogger(name).warning("a warning")
         """,

@@ -156,7 +156,14 @@ async def test_staleness(tmp_path: Path) -> None:
 
 BAD_READS: list[Any] = [
     *({"max_groups": 0}, {"max_groups": "3"}, {"batch_size": 3}, {"batch_size": 4, "max_groups": 1}),
-    *({"timeout": -1}, {"timeout": 1e9}, {"policy_version": 3}, {"max_staleness": 3}, {"read_id": "short"}),
+    *(
+        {"timeout": -1},
+        {"timeout": 1e9},
+        {"policy_version": 3},
+        {"max_staleness": 3},
+        {"read_id": "short"},
+        {"read_id": "long-enough\n"},
+    ),
     *({"policy_version": 2**63, "max_staleness": 0}, {"policy_version": 0, "max_staleness": 2**63}),
     *({"lease_seconds": 0}, {"group": 1}, {"consumer": "x" * 2000}, [], None),
 ]
@@ -224,6 +231,9 @@ async def test_jobs_over_http(tmp_path: Path) -> None:
         status, answer = await buffer.post("/v1/jobs", {"task_type": "chess"})
         assert (status, answer["error"]["where"]) == (400, "task_type")
         assert "Known: math" in answer["error"]["message"]
+        for key, wrong in (("min_valid_item_size_ratio", 1.4), ("group_size", 0), ("raw", 1)):
+            _, answer = await buffer.post("/v1/jobs", {"task_type": "math", key: wrong})
+            assert answer["error"]["where"] == key
         job = await buffer.start(num_repeat_per_sample=2)
         assert job["state"] == "running" and job["warnings"] == []
         path = f"/v1/jobs/{job['id']}"

@@ -199,6 +199,25 @@ async def test_a_trainer_gets_nothing_of_the_job_before_its_own(tmp_path: Path) 
         assert [len(one["items"]) for one in (await buffer.read(job=first["id"]))["groups"]] == [4]
 
 
+async def test_a_refused_start_is_told_where_a_stock_trainer_prints_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It prints the status line only, and repeats the request for ever."""
+    async with served(tmp_path / "buffer", generators=(generator(tmp_path / "files"),)) as buffer:
+        payload = {"task_type": "math", "input_file": "/elsewhere/\u00fc\r\nx-header: 1.jsonl"}
+        for _ in range(2):
+            async with buffer.session.post(buffer.url + "/start_rollout", json=payload) as response:
+                assert response.status == 400 and "x-header" not in response.headers
+                assert response.reason is not None and response.reason.isascii()
+                assert "--inputs" in response.reason and "input_file" in response.reason
+        refused = [
+            one for one in caplog.records if one.levelname == "WARNING" and "input_file" in one.message
+        ]
+        assert len(refused) == 1
+        async with buffer.session.post(buffer.url + "/start_rollout", json={"task_type": "sums"}) as response:
+            assert "'sums'" in (response.reason or "") and "'sums'" in caplog.text
+
+
 async def test_a_trainer_that_starts_again_finds_its_job(tmp_path: Path) -> None:
     async with served(tmp_path / "buffer", generators=(generator(tmp_path / "files"),)) as buffer:
         payload: dict[str, Any] = {"task_type": "math", "num_repeat_per_sample": "2"}
