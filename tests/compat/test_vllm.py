@@ -190,7 +190,7 @@ async def test_how_a_generation_ends(engine: VLLMEngine, prompts: list[list[int]
 
 async def test_abort_and_cancel_end_a_request_in_the_server(server: Server, engine: VLLMEngine) -> None:
     task = asyncio.create_task(engine.generate([1, 5], LONG, request_id="a"))
-    await server.until_running(1)
+    await server.until_running(1, task)
     await engine.abort("a")
     part = await asyncio.wait_for(task, 60)
     await server.until_running(0)
@@ -200,7 +200,7 @@ async def test_abort_and_cancel_end_a_request_in_the_server(server: Server, engi
         again = await engine.generate([1, 5], replace(LONG, max_tokens=400), request_id="b")
         assert part.token_ids[:400] == again.token_ids[: len(part.token_ids)]
     task = asyncio.create_task(engine.generate([1, 5], LONG, request_id="c"))
-    await server.until_running(1)
+    await server.until_running(1, task)
     task.cancel()
     await asyncio.wait((task,))
     assert task.cancelled()
@@ -249,7 +249,7 @@ async def test_other_weights(
         pytest.skip("needs the generate route and VLLM_SERVER_DEV_MODE=1")
     before = await engine.generate(prompts[0], GREEDY, request_id="a")
     over = asyncio.create_task(engine.generate(prompts[0], replace(LONG, max_tokens=1500), request_id="b"))
-    await server.until_running(1)
+    await server.until_running(1, over)
     await engine.update_weights(str(changed), 7)
     after = await engine.generate(prompts[0], GREEDY, request_id="a")
     first = await over
@@ -343,7 +343,7 @@ async def test_what_an_update_interrupts_goes_on_with_the_new_weights(
     tasks = [
         asyncio.create_task(engine.generate(p, how, request_id=str(i))) for i, p in enumerate(prompts[:8])
     ]
-    await server.until_running(8)
+    await server.until_running(8, *tasks)
     await engine.update_weights(str(changed), 11)
     try:
         new, cut = Reference(changed), 0
@@ -477,7 +477,7 @@ def test_a_run_from_end_to_end(server: Server, reference: Reference, tmp_path: P
 async def test_a_server_that_is_killed(server: Server, engine: VLLMEngine) -> None:
     """The last one: it leaves no server."""
     tasks = [asyncio.create_task(engine.generate([1, 5], LONG, request_id=str(i))) for i in range(4)]
-    await server.until_running(4)
+    await server.until_running(4, *tasks)
     server.kill(signal.SIGKILL)
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
     assert {type(result) for result in results} == {EngineUnavailableError}

@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 from rollstream.demo import MODEL_PATH
+from rollstream.engine.base import Completion
 
 PYTHON = os.environ.get("ROLLSTREAM_VLLM_PYTHON")
 """Of vLLM's environment; None where there is none."""
@@ -39,10 +40,15 @@ class Server:
         metrics = urlopen(f"{self.url}/metrics", timeout=20).read().decode()
         return int(float(re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", metrics, re.MULTILINE)[0]))
 
-    async def until_running(self, count: int) -> None:
+    async def until_running(self, count: int, *tasks: asyncio.Task[Completion]) -> None:
+        """Fails, with the numbers that the server told, once one of the tasks of its requests has ended."""
+        told = [await asyncio.to_thread(self.running)]
         async with asyncio.timeout(60):
-            while await asyncio.to_thread(self.running) != count:
+            while told[-1] != count:
+                ended = [task.exception() or task.result().finish_reason for task in tasks if task.done()]
+                assert not ended, f"{ended} after {told}"
                 await asyncio.sleep(0.02)
+                told.append(await asyncio.to_thread(self.running))
 
     def kill(self, how: signal.Signals) -> None:
         """The server and the processes of its engine, which outlive it when it is killed."""
