@@ -1,16 +1,20 @@
 """Kill -9 of the buffer's server, again and again, under writers, readers with leases, and a job; a full disk."""
 
 import asyncio
+import contextlib
 import random
+import subprocess
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollstream.buffer.client import AsyncBufferClient, BufferClientError
 from rollstream.engine.launch_process import reserve_port
-from tests.support.buffer import BufferProcess, generator, group, serve_buffer
-from tests.support.until import until
+from tests.support.buffer import BufferProcess, generator, group, item
+from tests.support.until import until, wait_until
 
 WRITERS, READERS, GROUP = 16, 3, 4
 
@@ -136,46 +140,123 @@ async def test_nothing_acknowledged_is_lost_over_300_kills(tmp_path: Path) -> No
     await storm(tmp_path, 300, seed=8)
 
 
-SMALL_DISK = 'mount -t tmpfs -o size=8m none "$0" && exec "$@"'
+SMALL_DISK = 'mount -t tmpfs -o size=16m none "$0" && echo mounted && exec sleep 600'
 
 
-def test_a_full_disk_refuses_writes_and_loses_nothing(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    below = ["unshare", "--map-root-user", "--mount", "sh", "-c", SMALL_DISK, str(disk)]
-    with serve_buffer(disk / "buffer", "--group-size", "2", below=below) as server:
-        other = Path(f"/proc/{server.process.pid}/root{disk}/other")
-        other.write_bytes(b"x" * 2_000_000)
-        stored: list[str] = []
-        refused: list[str] = []
-        for number in range(400):
-            items = group(number, (0, 1), pad="x" * 10_000)
-            path = "/buffer/write" if number % 2 else "/v1/items"
-            for body in items if number % 2 else [{"items": items}]:
-                status, answer = server.post(path, body)
-                uids = [one["uid"] for one in body.get("items") or [body]]
-                if status == 200:
-                    stored += uids
-                else:
-                    assert status == 507 and "no room on the disk" in answer["error"]["message"], answer
-                    refused += uids
-        assert refused and len(stored) > 10
-        assert server.request("GET", "/health")[0] == 200
-        answers = [server.post("/v1/uids/known", {"uids": uids})[1]["known"] for uids in (stored, refused)]
-        assert all(answers[0]) and not any(answers[1])
-        acked: set[str] = set()
-        assert server.post("/v1/read", {"max_groups": 2})[0] in (200, 507)  # a lease is written, too
-        for path in ("/v1/stats", "/v1/groups?state=ready", "/v1/groups/1", "/buffer/peek", "/metrics"):
-            assert server.get(path)
-        other.unlink()
-        assert server.request("GET", "/ready")[0] == 200
-        assert server.post("/v1/items", {"items": group("last", (0, 1))})[0] == 200
-        for lease in server.get("/v1/leases")["leases"]:
-            assert server.post(f"/v1/leases/{lease['id']}/nack")[0] == 200
-        while (read := server.post("/v1/read", {})[1])["groups"]:
-            got = {one["uid"] for part in read["groups"] for one in part["items"]}
-            assert not got & acked
-            acked |= got
-            assert server.post(f"/v1/leases/{read['head']['lease']}/ack")[0] == 200
-        halves = {uid for uid in stored if uid not in acked}
-        assert acked - {"'last'-0", "'last'-1"} <= set(stored) and len(halves) <= len(refused)
+@contextlib.contextmanager
+def small_disk(place: Path) -> Iterator[tuple[Path, Sequence[str]]]:
+    """A disk of 16 MB as this process sees it, and what puts a command below it, which finds it at `place`."""
+    place.mkdir()
+    words = ["unshare", "--map-root-user", "--mount", "sh", "-c", SMALL_DISK, str(place)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"mounted\n"
+        pid = str(holder.pid)
+        try:
+            yield (
+                Path(f"/proc/{pid}/root{place}"),
+                ["nsenter", "--user", "--mount", "--preserve-credentials", "-t", pid, "--"],
+            )
+        finally:
+            holder.kill()
+
+
+class FullDisk:
+    """A server on a small disk; what it acknowledged, and what it refused."""
+
+    def __init__(self, folder: Path, below: Sequence[str]) -> None:
+        self.folder, self.below = folder, below
+        self.stored: list[str] = []
+        self.refused: list[str] = []
+        self.acked: list[str] = []
+        self.start()
+
+    def start(self) -> None:
+        self.server = BufferProcess(self.folder, "--group-size", "2", below=self.below)
+
+    def end(self) -> None:
+        if self.server.process.poll() is None:
+            self.server.kill()
+        assert self.server.process.stdout is not None
+        self.server.process.stdout.close()
+
+    def fill(self) -> None:
+        """Writes groups, by both routes, until nothing is taken."""
+        refusals, size, before = 0, 40_000, len(self.stored)
+        while refusals < 8:
+            number = len(self.stored) + len(self.refused)
+            items = group(number, (0, 1), pad="x" * size)
+            status, answer = self.server.post("/v1/items", {"items": items})
+            self.note(items, status, answer)
+            if status != 200:
+                refusals, size = refusals + 1, size // 4
+                one = item(number, 1, f"single-{number}", pad="x" * size)
+                self.note([one], *self.server.post("/buffer/write", one))
+        assert len(self.stored) - before > 20
+
+    def note(self, items: list[dict[str, Any]], status: int, answer: Any) -> None:
+        uids = [str(one["uid"]) for one in items]
+        if status == 200:
+            self.stored += uids
+        else:
+            assert status == 507 and "no room on the disk" in answer["error"]["message"], answer
+            self.refused += uids
+
+    def drain(self, most: int) -> None:
+        """Reads and acks, so many groups at most."""
+        while most > 0:
+            status, answer = self.server.post("/v1/read", {"max_groups": min(most, 16)})
+            assert status == 200, answer
+            if not answer["groups"]:
+                return
+            most -= len(answer["groups"])
+            got = [one["uid"] for part in answer["groups"] for one in part["items"]]
+            assert self.server.post(f"/v1/leases/{answer['head']['lease']}/ack")[0] == 200
+            self.acked += got
+
+    def known(self, uids: list[str]) -> list[bool]:
+        return self.server.post("/v1/uids/known", {"uids": uids})[1]["known"]  # type: ignore[no-any-return]
+
+    def says_it_is_full(self) -> bool:
+        ready = self.server.request("GET", "/ready")[0]
+        full = self.server.stats()["disk_full"]
+        assert full == (ready == 507) == (b"rollstream_buffer_disk_full 1.0" in self.server.get("/metrics"))
+        return bool(full)
+
+
+def test_a_full_disk_refuses_items_and_can_be_drained(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as (seen, below):
+        disk = FullDisk(tmp_path / "disk" / "buffer", below)
+        try:
+            disk.fill()
+            assert disk.says_it_is_full()
+            assert all(disk.known(disk.stored)) and not any(disk.known(disk.refused))
+            assert disk.server.log.read_text().count("no room on the disk") == 1
+            disk.drain(20)
+            assert not disk.says_it_is_full()  # what was delivered makes room
+            disk.fill()
+            other = seen / "other"
+            with pytest.raises(OSError), other.open("wb", buffering=0) as file:  # and now not a byte is left
+                while True:
+                    file.write(b"x" * 4096)
+            assert disk.server.post("/v1/read", {"max_groups": 10})[0] == 200  # a lease that a crash leaves
+            disk.end()
+            disk.start()
+            assert disk.says_it_is_full()
+            for path in ("/v1/stats", "/v1/groups?state=ready", "/v1/groups/1", "/buffer/peek"):
+                assert disk.server.get(path)
+            for lease in disk.server.get("/v1/leases")["leases"]:
+                assert disk.server.post(f"/v1/leases/{lease['id']}/nack")[0] == 200
+            disk.drain(30)
+            assert disk.server.stop() == 0
+            disk.end()
+            disk.start()
+            disk.drain(10**9)
+            other.unlink()
+            wait_until(lambda: disk.server.request("GET", "/ready")[0] == 200)
+            assert not disk.says_it_is_full()
+            disk.fill()
+            disk.drain(10**9)
+            halves = {uid for uid in disk.stored if uid.startswith("single-")}
+            assert Counter(disk.acked) == Counter(uid for uid in disk.stored if uid not in halves)
+        finally:
+            disk.end()

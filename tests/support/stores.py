@@ -42,8 +42,8 @@ class WrappedDriver:
         self.open, self.close = driver.open, driver.close
         self.disk_bytes, self.tidy = driver.disk_bytes, driver.tidy
 
-    async def transaction(self, work: Callable[[Tx], Awaitable[Any]]) -> Any:
-        return await self._driver.transaction(lambda tx: work(self._wrap(tx)))
+    async def transaction(self, work: Callable[[Tx], Awaitable[Any]], size: int = 0) -> Any:
+        return await self._driver.transaction(lambda tx: work(self._wrap(tx)), size)
 
     async def read(self, work: Callable[[Tx], Awaitable[Any]]) -> Any:
         return await self._driver.read(lambda tx: work(self._wrap(tx)))

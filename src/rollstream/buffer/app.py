@@ -142,6 +142,7 @@ class BufferServer:
             ("leases", "Leases that are out", stats.leases, ""),
             ("oldest_ready_seconds", "Age of the next ready group", stats.oldest_ready_s, ""),
             ("disk_bytes", "Of the database", stats.disk_bytes, ""),
+            ("disk_full", "1 while items are refused for want of room", int(stats.disk_full), ""),
             ("archive_bytes", "Of items that have left", stats.archive_bytes, ""),
             (
                 "replaced_surrogates_total",

@@ -285,6 +285,8 @@ def status(options: argparse.Namespace) -> int:
         f"leases   {stats['leases']} out{waited}",
         f"disk     {stats['disk_bytes'] / 1e6:.1f} MB; items that have left: {stats['archive_bytes'] / 1e6:.1f} MB",
     ]
+    if stats["disk_full"]:
+        lines.append("full     the disk has no room for items; reads and acks go on")
     if job is not None:
         # Items that name no job are the last one's, too: there may be more than its generator writes.
         expected = f", its generator writes {job['expected']}" if job["expected"] else ""

@@ -409,4 +409,5 @@ class ReferenceStore:
             oldest_ready_s=max(0.0, self.now - ready[0].updated) if ready else 0.0,
             archive_bytes=sum(group.bytes for group in self.groups.values() if group.left),
             disk_bytes=0,
+            disk_full=False,
         )

@@ -82,7 +82,11 @@ def test_a_damaged_database_is_refused(tmp_path: Path, capsys: Capture) -> None:
     folder = tmp_path / "buffer"
     with serve_buffer(folder) as server:
         assert server.stop() == 0
-    assert sorted(path.name for path in folder.iterdir()) == ["buffer.lock", "buffer.sqlite"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "buffer.lock",
+        "buffer.reserve",
+        "buffer.sqlite",
+    ]
     (folder / "buffer.sqlite").write_bytes(b"not a database at all" * 1000)
     assert "damaged" in refused(capsys, folder, code=1)
 

@@ -218,3 +218,5 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Since the last item of the group that is first in the queue; 0: there is none."""
     archive_bytes: int
     disk_bytes: int
+    disk_full: bool
+    """Items are refused, so that reads and acks have room."""

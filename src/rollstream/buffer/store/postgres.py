@@ -123,7 +123,7 @@ class PostgresDriver:
         with self._errors():
             await self._pool.close()
 
-    async def transaction(self, work: Callable[[Any], Awaitable[T]]) -> T:
+    async def transaction(self, work: Callable[[Any], Awaitable[T]], size: int = 0) -> T:
         with self._errors():
             async with self._pool.acquire(timeout=_COMMAND_S) as connection, connection.transaction():
                 # A statement of its own: each one sees what was committed when it began.
@@ -187,6 +187,9 @@ class _Tx:
     def __init__(self, connection: Any, now: float) -> None:
         self._connection = connection
         self.now = now
+
+    def missing_room(self, size: int) -> tuple[int, int]:
+        return 0, 0  # the database minds its disk itself, and refuses any change where it is full
 
     async def rows(self, sql: str, *arguments: Any) -> list[Any]:
         found: list[Any] = await self._connection.fetch(_translated(sql), *arguments)

@@ -14,6 +14,7 @@ Most operations do the same three things: they read rows of groups, change them,
 import asyncio
 import functools
 import hashlib
+import logging
 import uuid
 import zlib
 from collections import Counter, defaultdict, deque
@@ -52,6 +53,8 @@ from rollstream.errors import (
     StorageError,
     StorageFullError,
 )
+
+_LOG = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -108,8 +111,14 @@ _TURNS: Final = 4
 """Of the event loop, before a transaction begins: who was just answered writes again, and is in it. To sync the
 disk costs as much as ten small items."""
 
+_GROUP_ROOM: Final = 256
+"""Bytes of room that a read and an ack of a group take for their notes."""
+
 _LEASES_KEPT_S: Final = 7 * 86_400.0
 """An ended lease is known so long: a trainer may ack again from an old checkpoint."""
+
+
+_FULL: Final = "no room on the disk for items: what is left is for reads and acks; nothing of this was stored"
 
 
 class Tx(Protocol):
@@ -130,13 +139,23 @@ class Tx(Protocol):
         """Inserts into the table `bodies`; some of them may be large."""
         ...
 
+    def missing_room(self, size: int) -> tuple[int, int]:
+        """Bytes that the disk lacks to take items of this size, and those that deleting bodies would have to free.
+
+        Both are 0: there is room.
+        """
+        ...
+
 
 class Driver(Protocol):
     """A database."""
 
     async def open(self, schema: str) -> None: ...
     async def close(self) -> None: ...
-    async def transaction(self, work: Callable[[Tx], Awaitable[T]]) -> T: ...
+    async def transaction(self, work: Callable[[Tx], Awaitable[T]], size: int = 0) -> T:
+        """Runs `work`, again where its first try found no room; `size` is that of the items that it may add."""
+        ...
+
     async def read(self, work: Callable[[Tx], Awaitable[T]]) -> T: ...
     async def disk_bytes(self) -> int: ...
     async def tidy(self) -> None:
@@ -256,6 +275,8 @@ class SqlStore:
         self._committing: asyncio.Task[None] | None = None
         self._jobs = _Jobs(-1, {}, None)
         self._readied = -1
+        self._refused: int | None = None
+        """Size of the largest write that was refused since there was room."""
         self.changed: Callable[[Change], None] = lambda change: None
         self.items_of_job = 0
         """Written by the last job, as of the last transaction."""
@@ -263,15 +284,18 @@ class SqlStore:
     async def open(self) -> None:
         """Raises `StorageError`, `RunDirectoryError`."""
         await self._driver.open(SCHEMA)
-        await self._check_format()
-
-    @_change
-    async def _check_format(self, session: _Session) -> None:
-        if session.totals.setdefault("format", FORMAT) != FORMAT:
+        if not (found := (await self._driver.read(_totals))["format"]):
+            found = await self._set_format()
+        if found != FORMAT:
             raise RunDirectoryError(
-                f"the buffer's data has format {session.totals['format']}, this version reads {FORMAT}: use the "
+                f"the buffer's data has format {found}, this version reads {FORMAT}: use the "
                 "version of rollstream that wrote it, or start with an empty folder or database"
             )
+
+    @_change
+    async def _set_format(self, session: _Session) -> int:
+        found: int = session.totals.setdefault("format", FORMAT)
+        return found
 
     async def close(self) -> None:
         """Waits for what is under way."""
@@ -281,8 +305,9 @@ class SqlStore:
 
     @_change
     async def check_writable(self, session: _Session) -> None:
-        """Raises `StorageError` where nothing can be written now."""
-        session.count("checks")
+        """Raises `StorageError` where no items can be written now."""
+        if _is_full(session.tx, session.totals):
+            raise StorageFullError(_FULL)
 
     # -- committing
 
@@ -347,7 +372,8 @@ class SqlStore:
             await tx.rows("UPDATE totals SET json = $1 WHERE id = 1", orjson.dumps(session.totals).decode())
             return session, readied, results
 
-        session, readied, results = await self._driver.transaction(work)
+        size = sum(len(item.body) for op in ops if not callable(op) for item in op)
+        session, readied, results = await self._driver.transaction(work, size)
         elsewhere = readied > self._readied
         self.items_of_job = session.totals["items_of_job"]
         self._readied = session.totals["readied"]
@@ -378,6 +404,7 @@ class SqlStore:
         here = session.totals["items_written"] - session.totals["items_left"]
         results: list[list[bool] | RollstreamError] = []
         new: list[Item] = []
+        size = 0
         for items in writes:
             fresh: dict[str, Item] = {}
             for item in items:
@@ -387,6 +414,11 @@ class SqlStore:
                 error = f"the buffer holds {here} items, of at most {self._limits.items}"
                 results.append(BufferFullError(error))
                 continue
+            here_size = sum(len(item.body) for item in fresh.values())
+            if fresh and (no_room := await self._lacking_room(session, size + here_size)):
+                results.append(no_room)
+                continue
+            size += here_size
             known |= fresh.keys()
             here += len(fresh)
             new += fresh.values()
@@ -394,6 +426,19 @@ class SqlStore:
         if new:
             await self._add(session, new)
         return results
+
+    async def _lacking_room(self, session: _Session, size: int) -> StorageFullError | None:
+        """Why items of this size are refused, also after the archive was trimmed for them."""
+        needed = size + _noting_room(session.totals)
+        while (lacks := session.tx.missing_room(needed))[1]:
+            if not await self._trim(session, session.totals["archive_bytes"] - lacks[1]):
+                break
+        if not any(lacks):
+            return None
+        if self._refused is None:
+            _LOG.error("%s", _FULL)
+        self._refused = max(self._refused or 0, size)
+        return StorageFullError(_FULL)
 
     async def _add(self, session: _Session, new: Sequence[Item]) -> None:
         owners = [_owner(item, self.known_jobs, self.last_job) for item in new]
@@ -729,7 +774,7 @@ class SqlStore:
     async def sweep(self) -> int:
         """Expires leases, times groups out, trims the archive. How much it did; 0: nothing is due."""
 
-        async def look(tx: Tx) -> tuple[dict[str, Any], bool]:
+        async def look(tx: Tx) -> tuple[dict[str, Any], bool, bool]:
             totals = await _totals(tx)
             await self._refresh_jobs(tx, totals)
             due = (
@@ -738,9 +783,12 @@ class SqlStore:
                 or await tx.rows(_DUE, tx.now, tx.now - _LEASES_KEPT_S)
                 or await self._without_judge(tx)
             )
-            return totals, bool(due)
+            return totals, bool(due), _is_full(tx, totals, self._refused or 0)
 
-        totals, due = await self._driver.read(look)
+        totals, due, is_full = await self._driver.read(look)
+        if self._refused is not None and not is_full:
+            self._refused = None
+            _LOG.info("the disk has room for items again")
         if totals["readied"] > self._readied:  # another server wrote
             self._readied = totals["readied"]
             self.changed(Change(elsewhere=True, unjudged=True))
@@ -768,21 +816,21 @@ class SqlStore:
             self._judge(session, row)
         await _save(session, rows)
         done = len(expired) + len(rows)
-        return done + await self._trim(session) + await self._forget(session)
+        return done + await self._trim(session, self._limits.archive_bytes) + await self._forget(session)
 
     async def _without_judge(self, tx: Tx) -> list[str]:
         """Tasks with groups that wait for a hook which their generator file had, and has no more."""
         rows = await tx.rows(f"SELECT DISTINCT task FROM groups WHERE {_UNJUDGED}")
         return [task for (task,) in rows if not self._policy.has_own_judge(task)]
 
-    async def _trim(self, session: _Session) -> int:
-        """Deletes bodies of what left first, down to the archive's bound."""
+    async def _trim(self, session: _Session, bound: int) -> int:
+        """Deletes bodies of what left first, down to so many bytes."""
         totals, ids = session.totals, []
         for group, size, left in await session.tx.rows(
             'SELECT id, bytes, "left" FROM groups WHERE "left" > $1 ORDER BY "left" LIMIT $2',
             *(totals["trimmed"], _SLICE),
         ):
-            if totals["archive_bytes"] <= self._limits.archive_bytes:
+            if totals["archive_bytes"] <= bound:
                 break
             session.count("archive_bytes", -size)
             totals["trimmed"] = left
@@ -976,6 +1024,7 @@ class SqlStore:
             oldest_ready_s=max(0.0, tx.now - first[0][0]) if first else 0.0,
             archive_bytes=totals["archive_bytes"],
             disk_bytes=disk_bytes,
+            disk_full=_is_full(tx, totals),
         )
 
 
@@ -1000,6 +1049,18 @@ _DUE: Final = (
 
 async def _totals(tx: Tx) -> defaultdict[str, Any]:
     return defaultdict(int, orjson.loads((await tx.rows("SELECT json FROM totals WHERE id = 1"))[0][0]))
+
+
+def _is_full(tx: Tx, totals: Mapping[str, int], size: int = 0) -> bool:
+    """Whether there is no room for items, also if the archive was trimmed."""
+    disk, freed = tx.missing_room(size + _noting_room(totals))
+    return disk > 0 or freed > totals["archive_bytes"]
+
+
+def _noting_room(totals: Mapping[str, int]) -> int:
+    """Bytes that reads and acks of all groups take for their notes."""
+    gone = totals["groups_delivered"] + sum(_by_reason(totals, "groups_dropped:").values())
+    return (totals["groups"] - gone) * _GROUP_ROOM
 
 
 async def _known(tx: Tx, uids: Sequence[str]) -> set[str]:

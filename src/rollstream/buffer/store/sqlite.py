@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
+from rollstream.buffer.store.room import DiskRoom
 from rollstream.errors import DamageError, DataError, RunDirectoryError, StorageError, StorageFullError
 
 T = TypeVar("T")
@@ -27,20 +28,21 @@ _ROWS: Final = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 _PIECE: Final = 2**20
 """Bytes of a larger body that are written at a time: SQLite copies what it is given, twice."""
 
+_PAGE: Final = 8192
+
 _IDLE_PAGES: Final = 1024
 """Free pages that are given back to the disk at a time, when nothing else is to be done."""
 
 _SETTINGS: Final = (
     # Items of 2 KB fit three to a page; uids fall anywhere in their index, so larger pages cost more. This and the
     # next come before the first table.
-    "PRAGMA page_size = 8192",
+    f"PRAGMA page_size = {_PAGE}",
     "PRAGMA auto_vacuum = INCREMENTAL",
     "PRAGMA journal_mode = WAL",
     "PRAGMA synchronous = FULL",
     "PRAGMA secure_delete = OFF",  # on in Debian's build: what is deleted would be written once more, as zeros
     "PRAGMA temp_store = MEMORY",
     "PRAGMA busy_timeout = 10000",
-    "PRAGMA wal_autocheckpoint = 2048",  # pages, 16 MiB
     "PRAGMA cache_size = -65536",  # KiB: holds the index of a million uids
 )
 
@@ -54,6 +56,7 @@ class SqliteDriver:
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         self._read_only = read_only
         self._path = folder / FILE
+        self._log = folder / f"{FILE}-wal"
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="buffer-writer")
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="buffer-reader")
         self._connection: sqlite3.Connection | None = None
@@ -63,21 +66,35 @@ class SqliteDriver:
         server runs."""
         self._opened = time.monotonic()
 
+    @functools.cached_property
+    def _room(self) -> DiskRoom:
+        return DiskRoom(self._path.parent)
+
+    @functools.cached_property
+    def _log_pages(self) -> int:
+        """To which the log grows (16 MiB): half of the reserve, so that the other half takes them into the database."""
+        return max(16, self._room.reserve // 2 // _PAGE)
+
     async def open(self, schema: str) -> None:
         await asyncio.get_running_loop().run_in_executor(self._writer, self._open, schema)
 
     def _open(self, schema: str) -> None:
         with _errors(self._path):
-            self._connection = _connect(self._path)
-            for setting in _SETTINGS:
-                self._connection.execute(setting)
-            self._connection.executescript(
-                schema.format(key="INTEGER PRIMARY KEY", blob="BLOB", clustered="WITHOUT ROWID")
-            )
-            self._clock = self._connection.execute(
-                "SELECT coalesce(json_extract(json, '$.clock'), 0) FROM totals"
-            ).fetchone()[0]
+            self._connection = connection = _connect(self._path)
+            self._with_reserve(lambda: self._set_up(connection, schema))
+            self._room.refill(self._log_bytes())
             self._opened = time.monotonic()
+
+    def _set_up(self, connection: sqlite3.Connection, schema: str) -> None:
+        """Writes nothing where everything is there: a full disk can be opened."""
+        for setting in (*_SETTINGS, f"PRAGMA wal_autocheckpoint = {self._log_pages}"):
+            connection.execute(setting)
+        connection.executescript(
+            schema.format(key="INTEGER PRIMARY KEY", blob="BLOB", clustered="WITHOUT ROWID")
+        )
+        self._clock = connection.execute(
+            "SELECT coalesce(json_extract(json, '$.clock'), 0) FROM totals"
+        ).fetchone()[0]
 
     def _now(self) -> float:
         return self._clock + time.monotonic() - self._opened
@@ -97,22 +114,71 @@ class SqliteDriver:
         if self._connection is not None:
             self._connection.close()
 
-    async def transaction(self, work: Callable[[Any], Awaitable[T]]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._writer, self._transact, work)
+    async def transaction(self, work: Callable[[Any], Awaitable[T]], size: int = 0) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._transact, work, size)
 
-    def _transact(self, work: Callable[[Any], Awaitable[T]]) -> T:
+    def _transact(self, work: Callable[[Any], Awaitable[T]], size: int) -> T:
         connection = self._connection
         assert connection is not None
         with _errors(self._path):
-            connection.execute("BEGIN IMMEDIATE")
+            if any(self.missing_room(connection, size)):
+                self._empty_log(connection)
+                self._room.refill(self._log_bytes())
+            if size:
+                return self._attempt(connection, work)
+            return self._with_reserve(lambda: self._attempt(connection, work))
+
+    def _attempt(self, connection: sqlite3.Connection, work: Callable[[Any], Awaitable[T]]) -> T:
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            result = _run(work(_Tx(self, connection, self._now())))
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+        return result
+
+    def _with_reserve(self, action: Callable[[], T]) -> T:
+        """Does what needs room and makes none, as do reads and acks: of the reserve, once the disk is full."""
+        while True:
             try:
-                result = _run(work(_Tx(connection, self._now())))
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
-            return result
+                return action()
+            except sqlite3.Error as error:
+                if not _is_full(error) or not self._room.give():
+                    raise
+            if self._connection is not None:
+                self._empty_log(self._connection)
+
+    def _empty_log(self, connection: sqlite3.Connection) -> None:
+        """Brings the log into the database and gives its room back, as far as readers and the disk let it."""
+        if not self._log_bytes():
+            return
+        with contextlib.suppress(sqlite3.OperationalError):
+            connection.execute("PRAGMA busy_timeout = 200")  # of a reader that reads long
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        connection.execute("PRAGMA busy_timeout = 10000")
+
+    def _log_bytes(self) -> int:
+        try:
+            return self._log.stat().st_size
+        except FileNotFoundError:
+            return 0
+
+    def missing_room(self, connection: sqlite3.Connection, size: int) -> tuple[int, int]:
+        """What the disk is short of to take items of this size, and what disk and free pages together are.
+
+        Each byte is written to the log first, and brought into the database later: there must be room for both,
+        also for what is in the log now.
+        """
+        needed = max(size, self._room.reserve // 4)
+        spare = self._room.free() - self._log_bytes()
+        if not self._room.is_whole():
+            spare = min(0, spare)
+        if spare >= 2 * needed:
+            return 0, 0
+        pages = connection.execute("PRAGMA freelist_count").fetchone()[0] * _PAGE
+        return max(0, needed - spare), max(0, 2 * needed - spare - pages)
 
     async def read(self, work: Callable[[Any], Awaitable[T]]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
@@ -128,7 +194,7 @@ class SqliteDriver:
             try:
                 connection.execute("BEGIN")
                 try:
-                    return _run(work(_Tx(connection, self._now())))
+                    return _run(work(_Tx(self, connection, self._now())))
                 finally:
                     connection.execute("ROLLBACK")
             finally:
@@ -143,16 +209,26 @@ class SqliteDriver:
         await asyncio.get_running_loop().run_in_executor(self._writer, self._tidy)
 
     def _tidy(self) -> None:
-        assert self._connection is not None
+        connection = self._connection
+        assert connection is not None
         with _errors(self._path):
-            if self._connection.execute("PRAGMA freelist_count").fetchone()[0] > _IDLE_PAGES:
-                self._connection.execute(f"PRAGMA incremental_vacuum({_IDLE_PAGES})").fetchall()
+            is_short = any(self.missing_room(connection, 0))
+            if connection.execute("PRAGMA freelist_count").fetchone()[0] > (0 if is_short else _IDLE_PAGES):
+                vacuum = f"PRAGMA incremental_vacuum({min(_IDLE_PAGES, self._log_pages)})"
+                self._with_reserve(lambda: connection.execute(vacuum).fetchall())
+            if is_short:
+                self._empty_log(connection)
+                self._room.refill(0)
 
 
 class _Tx:
-    def __init__(self, connection: sqlite3.Connection, now: float) -> None:
+    def __init__(self, driver: SqliteDriver, connection: sqlite3.Connection, now: float) -> None:
+        self._driver = driver
         self._connection = connection
         self.now = now
+
+    def missing_room(self, size: int) -> tuple[int, int]:
+        return self._driver.missing_room(self._connection, size)
 
     async def rows(self, sql: str, *arguments: Any) -> list[Any]:
         return self._connection.execute(_translated(sql), _plain(arguments)).fetchall()
@@ -225,8 +301,7 @@ def _errors(path: Path) -> Any:
         yield
     except sqlite3.Error as error:
         name = getattr(error, "sqlite_errorname", "") or ""
-        # A quota or a limit of a file's size shows as a write error (EDQUOT, EFBIG).
-        if name in ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"):
+        if _is_full(error):
             raise StorageFullError(f"{path}: no room on the disk; nothing of this was stored") from error
         if name.startswith(("SQLITE_CONSTRAINT", "SQLITE_TOOBIG")):
             raise DataError(f"{path} cannot store this: {error}") from error
@@ -235,3 +310,12 @@ def _errors(path: Path) -> Any:
         if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM")):
             raise RunDirectoryError(f"{path} cannot be opened for writing: {error}") from error
         raise StorageError(f"{path}: {error} ({name})") from error
+
+
+def _is_full(error: sqlite3.Error) -> bool:
+    # A quota or a limit of a file's size shows as a write error (EDQUOT, EFBIG).
+    return getattr(error, "sqlite_errorname", "") in (
+        "SQLITE_FULL",
+        "SQLITE_IOERR_WRITE",
+        "SQLITE_IOERR_SHMSIZE",
+    )
