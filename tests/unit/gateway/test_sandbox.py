@@ -183,10 +183,10 @@ async def test_results_are_read_over_no_link(tmp_path: Path) -> None:
     assert await sandbox.get("io/plain", 100) == bytes(100)
 
 
-def test_any_folder_can_be_removed(tmp_path: Path) -> None:
-    here = deep = tmp_path / "folder"
+def test_any_folder_can_be_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "folder"
     here.mkdir()
-    os.chdir(deep)
+    monkeypatch.chdir(here)  # which is put back
     for _ in range(1100):
         os.mkdir("d")  # noqa: PTH102 - its whole path would be too long
         os.chdir("d")
