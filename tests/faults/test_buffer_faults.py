@@ -473,7 +473,7 @@ def test_100_000_open_groups_time_out_in_slices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hook", ["filter_item(item, task_type)", "is_valid_group(group, size, task_type)"])
-def test_a_buggy_hook_stops_the_reads_and_spares_the_groups(tmp_path: Path, hook: str) -> None:
+def test_a_buggy_hook_pauses_the_reads_and_spares_the_groups(tmp_path: Path, hook: str) -> None:
     bug = f"\ndef {hook}:\n    return 1 / 0\n"
     files = generator(tmp_path / "files", hooks=bug)
     with serve_buffer(tmp_path / "buffer", "--generators", files) as server:
@@ -483,13 +483,13 @@ def test_a_buggy_hook_stops_the_reads_and_spares_the_groups(tmp_path: Path, hook
             status, answer = server.post("/get_rollout_data", {})
             assert status == 200 and answer["success"] is False
         wait_until(lambda: server.get("/v1/stats")["failures"])
-        assert server.stats()["groups"]["quarantined"] == 8
+        assert server.stats()["groups"]["quarantined"] in (8, 16)  # after 10 s the next ones are tried
         _, answer = server.post("/get_rollout_data", {})
-        assert "reads of task 'math' are stopped" in answer["message"]
+        assert "reads of task 'math' pause" in answer["message"]
         assert "ZeroDivisionError" in answer["message"] and "POST /v1/quarantine/retry" in answer["message"]
-        assert "are stopped" in server.log.read_text()
+        assert "task 'math' pause" in server.log.read_text()
         generator(tmp_path / "files", hooks=bug.replace("1 / 0", "True"))
-        assert server.post("/v1/quarantine/retry")[1] == {"groups": 8, "unknown": []}
+        assert server.post("/v1/quarantine/retry")[1]["groups"] in (8, 16)
 
         def read() -> Any:
             return server.post("/get_rollout_data", {})[1]["data"]["data"]

@@ -12,7 +12,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 import rollstream
 from rollstream.buffer.hooks import HookError
 from rollstream.buffer.items import ItemError
-from rollstream.buffer.reads import HookStoppedError
 from rollstream.buffer.routes_native import NativeRoutes
 from rollstream.buffer.routes_slime import SlimeRoutes, render_slime_error
 from rollstream.buffer.service import BufferOptions, Service, closing_error
@@ -38,7 +37,6 @@ _REFUSALS: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
     (ConfigError, 400, "bad_request", ""),
     (DamageError, 503, "damaged", ""),
     (HookError, 503, "hooks_fail", ""),
-    (HookStoppedError, 503, "hooks_fail", "10"),
     (DataError, 400, "bad_item", ""),
     (NotFoundError, 404, "not_found", ""),
     (ConflictError, 409, "conflict", ""),

@@ -3,8 +3,7 @@
 Readers that wait stand in one queue, and one task serves it: when groups have become ready it tries those
 whose groups they may be, in the order they came. Groups without hooks of their own never leave the server's
 process: their bodies are taken apart at the outermost level only. A group that its hooks cannot finish goes
-to quarantine and the others go on; a hook that fails on several groups in a row stops the reads of its task,
-with its cause.
+to quarantine and the others go on; a task whose hooks fail on several groups in a row pauses for some seconds.
 """
 
 import asyncio
@@ -37,7 +36,10 @@ _PART_BYTES: Final = 2**20
 _PART_GROUPS: Final = 64
 
 _FAILURES_IN_A_ROW: Final = 8
-"""So many groups of a task go to quarantine; then the hook is to blame, not the groups."""
+"""So many groups of a task go to quarantine; then it pauses, for the hook may be to blame, not the groups."""
+
+_PAUSE_S: Final = 10.0
+"""Then the next groups are tried: those that hooks fail on may stand before many that they do not fail on."""
 
 _CHECK_S: Final = 1.0
 """A waiting reader checks this often whether its client is there and the server goes on."""
@@ -86,10 +88,6 @@ class Form(NamedTuple):
     between: bytes
     """Written between two groups."""
     end: Callable[[dict[str, Any]], bytes]
-
-
-class HookStoppedError(RollstreamError):
-    """A hook fails on group after group: reads of its task are stopped."""
 
 
 class TaskPolicy:
@@ -143,8 +141,15 @@ class Reads:
         self._unjudged = asyncio.Event()
         self._failed_in_a_row: Counter[tuple[str, str]] = Counter()
         """By task and what its hooks were to do: one that judges well says nothing for one that finishes."""
-        self.stopped: dict[str, str] = {}
-        """Why reads of a task are stopped."""
+        self._paused: dict[str, tuple[float, str]] = {}
+        """By task: until when, and why."""
+        self.pause_s = _PAUSE_S
+
+    @property
+    def paused(self) -> dict[str, str]:
+        """Tasks whose hooks failed on group after group and are not called now, and why."""
+        now = time.monotonic()
+        return {task: why for task, (until, why) in self._paused.items() if until > now}
 
     @property
     def waiting(self) -> int:
@@ -162,8 +167,8 @@ class Reads:
             self._unjudged.set()
 
     def try_again(self) -> None:
-        """Hooks may have been mended: stopped tasks go on."""
-        self.stopped.clear()
+        """Hooks may have been mended: paused tasks go on."""
+        self._paused.clear()
         self._failed_in_a_row.clear()
         self.on_change(Change(elsewhere=True, unjudged=True))
 
@@ -266,33 +271,34 @@ class Reads:
             waiter.given.set_result(taken)
 
     async def _take(self, wanted: Wanted) -> Taken:
-        return await self._store.take(msgspec.structs.replace(wanted, skip_tasks=tuple(self.stopped)))
+        return await self._store.take(msgspec.structs.replace(wanted, skip_tasks=tuple(self.paused)))
 
     # -- finishing
 
     async def finish(self, lease: str, part: Sequence[Group], encoding: Encoding | None) -> list[Ready]:
-        """Some groups of a lease as they are handed out, without those that cannot be finished.
+        """Some groups of a lease as they are handed out.
+
+        Those that cannot be finished leave it, and those of a paused task go back to their places.
 
         Args:
             lease: That they are on.
             part: One of `parts_of`.
             encoding: Of the items; None: as they are stored, where a group's items agree.
-
-        Raises:
-            HookStoppedError: The hook fails on everything. The lease is still out.
         """
 
         async def call(group: Group, items: list[StoredItem]) -> tuple[Ready | None, list[str]]:
             return await self._finish(group, items, encoding)
 
         done, removals = await self._each("finish", part, call)
-        removals += [Removal(group.id, "filtered") for group, (ready, _) in done if ready is None]
+        tried = {one.group for one in removals} | {group.id for group, _ in done}
+        for group, (ready, _) in done:
+            if ready is None:
+                enough = group.n >= self.settings(group).min_valid_items
+                removals.append(Removal(group.id, "filtered" if enough else "too_few_items"))
         filtered = {group.id: len(uids) for group, (ready, uids) in done if ready is not None and uids}
-        if removals or filtered:
-            await self._store.finish(lease, removals, filtered)
-        for group in part:
-            if group.task in self.stopped:
-                raise HookStoppedError(self.stopped[group.task])
+        back = [group.id for group in part if group.id not in tried]
+        if removals or filtered or back:
+            await self._store.finish(lease, removals, filtered, back)
         return [ready for _, (ready, _) in done if ready is not None]
 
     async def _finish(
@@ -316,12 +322,14 @@ class Reads:
     ) -> tuple[list[tuple[Group, T]], list[Removal]]:
         """Calls hooks for each group with its items: what came of it, and which groups cannot stay.
 
-        Ends early where the hooks of a task are stopped.
+        Groups of paused tasks are passed over.
         """
-        loaded = await self._store.load([group.id for group in groups])
+        loaded = await self._store.load([group.id for group in groups if group.task not in self.paused])
         done: list[tuple[Group, T]] = []
         removals: list[Removal] = []
         for group in groups:
+            if group.id not in loaded or group.task in self.paused:
+                continue
             items = loaded[group.id]
             if isinstance(items, str):
                 _LOG.error("group %d (instance %r): %s", group.id, group.instance_id, items)
@@ -335,13 +343,14 @@ class Reads:
                 removals.append(Removal(group.id, error.hook or "hooks", error.traceback))
                 self._failed_in_a_row[group.task, what] += 1
                 if self._failed_in_a_row[group.task, what] >= _FAILURES_IN_A_ROW:
-                    self.stopped[group.task] = (
-                        f"reads of task {group.task!r} are stopped: {error.hook} failed on {_FAILURES_IN_A_ROW} "
-                        f"groups in a row, the last time with: {error}. Mend the generator file, then POST "
-                        "/v1/quarantine/retry"
+                    why = (
+                        f"reads of task {group.task!r} pause for {self.pause_s:g} s: {error.hook} failed on "
+                        f"{_FAILURES_IN_A_ROW} groups in a row, the last time with: {error}. Once the generator "
+                        "file is mended, POST /v1/quarantine/retry"
                     )
-                    _LOG.error("%s", self.stopped[group.task])
-                    break
+                    _LOG.error("%s", why)
+                    self._paused[group.task] = time.monotonic() + self.pause_s, why
+                    del self._failed_in_a_row[group.task, what]
         return done, removals
 
     # -- judging
@@ -356,12 +365,12 @@ class Reads:
             except RollstreamError as error:
                 _LOG.error("groups cannot be judged: %s", error)
             with suppress(TimeoutError):
-                async with asyncio.timeout(10 * _CHECK_S):
+                async with asyncio.timeout(self.pause_s):
                     await self._unjudged.wait()
 
     async def _judge_some(self) -> bool:
         tasks = [task for task in self._host.files if self._policy.has_own_judge(task)]
-        tasks = [task for task in tasks if task not in self.stopped]
+        tasks = [task for task in tasks if task not in self.paused]
         groups = await self._store.unjudged(tasks, _PART_GROUPS) if tasks else []
         if not groups:
             return False
@@ -440,8 +449,7 @@ class Answer:
         """Sends the groups of a lease, and the head before the first one.
 
         Raises:
-            HookStoppedError: A hook fails on everything, and the answer has not begun.
-            ConnectionError: The client is gone; or a hook fails, and the client was cut off.
+            ConnectionError: The client is gone.
         """
         assert taken.lease is not None
         self.leases.append(taken.lease.id)
@@ -449,12 +457,7 @@ class Answer:
         for part in parts_of(taken.groups):
             if self._request.gone:
                 raise ConnectionResetError
-            try:
-                ready = await self._reads.finish(taken.lease.id, part, form.encoding)
-            except HookStoppedError as error:
-                if self._response.prepared:
-                    raise self._request.cut_off() from error
-                raise
+            ready = await self._reads.finish(taken.lease.id, part, form.encoding)
             if ready and not self.groups:
                 await self.begin(head)
             if ready:

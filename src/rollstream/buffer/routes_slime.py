@@ -15,7 +15,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from rollstream.buffer.items import ItemError, plain_item
-from rollstream.buffer.reads import Form, HookStoppedError
+from rollstream.buffer.reads import Form
 from rollstream.buffer.routes_native import JSON, MAX_ASKED, MAX_PAYLOAD, MOST_GROUPS, groups_of
 from rollstream.buffer.service import Service
 from rollstream.buffer.store.base import Taken, Wanted
@@ -198,14 +198,11 @@ class SlimeRoutes:
                 gone=lambda: request.gone or service.closing,
                 blocked=lambda: service.is_blocked(service.scope()),
             )
-            try:
-                while taken.lease is not None:
-                    await answer.send(taken, {})
-                    if (most is None and len(taken.groups) < MOST_GROUPS) or len(given) == most:
-                        break
-                    taken = await reads.take(wanted)
-            except HookStoppedError:
-                return await self._nothing(nothing.format(asked, 0), taken, False)
+            while taken.lease is not None:
+                await answer.send(taken, {})
+                if (most is None and len(taken.groups) < MOST_GROUPS) or len(given) == most:
+                    break
+                taken = await reads.take(wanted)
             scope = service.scope()
             if not given:
                 available = taken.available * service.group_size(scope.task)

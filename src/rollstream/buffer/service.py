@@ -59,6 +59,7 @@ _HINTS: Final = {
     "too_few_valid": "too few of its rewards are from 0 to 1: scale them, start with --raw, or define hooks",
     "timed_out": "too few items came in time (--group-timeout-seconds, --min-timeout-group-size-ratio)",
     "filtered": "filter_item left too few items",
+    "too_few_items": "is_valid_group took it with fewer items than --min-valid-item-size-ratio of its size",
     "not_valid": "is_valid_group did not want it",
     "stale": "it is older than a reader's max_staleness",
 }
@@ -277,7 +278,7 @@ class Service:
     def is_blocked(self, scope: Scope) -> bool:
         """Whether a generator or hook fails that would bring these groups."""
         failing = any(scope.has(one.task, one.job) for one in self.jobs.failures())
-        return failing or any(scope.task in (None, task) for task in self.reads.stopped)
+        return failing or any(scope.task in (None, task) for task in self.reads.paused)
 
     async def failures(self, scope: Scope) -> list[dict[str, Any]]:
         """What keeps groups from readers: jobs that fail, hooks that fail."""
@@ -286,7 +287,7 @@ class Service:
             for one in self.jobs.failures()
             if scope.has(one.task, one.job)
         ]
-        for task, why in self.reads.stopped.items():
+        for task, why in self.reads.paused.items():
             if scope.task in (None, task):
                 found.append({"task_type": task, "error": why, "message": why, "final": False})
         quarantined = await self.store.groups(

@@ -272,11 +272,17 @@ class ReferenceStore:
             for one, reward in zip(group.items, group.rewards, strict=True)
         ]
 
-    def finish(self, lease: str, removals: Sequence[Removal], filtered: Mapping[int, int]) -> None:
+    def finish(
+        self, lease: str, removals: Sequence[Removal], filtered: Mapping[int, int], back: Sequence[int]
+    ) -> None:
         if self.lease(lease).state != "out":
             raise ConflictError
         leased = [group for group in self.in_state("leased") if group.lease == lease]
         removed = self.remove(leased, removals)
+        for group in leased:
+            if group.id in back:
+                group.state, group.lease = "ready", None
+                removed.append(group)
         if removed:
             self.leases[lease].groups -= len(removed)
             self.leases[lease].items -= sum(len(group.items) for group in removed)

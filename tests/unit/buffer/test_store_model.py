@@ -71,7 +71,7 @@ wanted = st.builds(
 )
 
 
-FINISHES = ["drop", "quarantine", "both", "leave out", "leave out", "nothing"]
+FINISHES = ["drop", "quarantine", "both", "leave out", "leave out", "back", "nothing"]
 PLAIN_READS = [Wanted(groups=n, consumer="a", read_id="r1", seconds=10.0) for n in (1, 2, 4)]
 
 
@@ -204,8 +204,10 @@ class StoreMachine(RuleBasedStateMachine):
         if len({one.group for one in removals}) < len(removals):
             return
         filtered = {group.id: 1 for group in theirs} if what == "leave out" else {}
+        back = [group.id for group in theirs] if what == "back" else []
         self.same(
-            self.store.finish(lease, removals, filtered), lambda: self.model.finish(lease, removals, filtered)
+            self.store.finish(lease, removals, filtered, back),
+            lambda: self.model.finish(lease, removals, filtered, back),
         )
 
     @precondition(lambda self: self.model.leases)

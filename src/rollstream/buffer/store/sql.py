@@ -586,9 +586,14 @@ class SqlStore:
 
     @_change
     async def finish(
-        self, session: _Session, lease: str, removals: Sequence[Removal], filtered: Mapping[int, int]
+        self,
+        session: _Session,
+        lease: str,
+        removals: Sequence[Removal],
+        filtered: Mapping[int, int],
+        back: Sequence[int] = (),
     ) -> None:
-        """Takes groups out of a lease; notes of others how many items they are handed out without.
+        """Takes groups out of a lease, `back` to their places; notes how many items others are handed out without.
 
         Raises:
             ConflictError: The lease ended meanwhile.
@@ -596,11 +601,16 @@ class SqlStore:
         tx = session.tx
         if (await _lease_rows(tx, [lease]))[lease].state != "out":
             raise ConflictError(f"lease {lease} ended before all of its groups were finished")
-        ids = [*(one.group for one in removals), *filtered]
+        ids = [*(one.group for one in removals), *filtered, *back]
         rows = await _rows(tx, "state = 'leased' AND lease = $1 AND id IN :ids($2)", lease, ids)
         for row in rows:
             row.filtered = filtered.get(row.id, row.filtered)
         removed = _remove(session, rows, removals)
+        for row in rows:
+            if row.id in back:
+                session.make_ready(row)
+                row.lease = None
+                removed.append(row)
         await _save(session, rows)
         await tx.rows(
             "UPDATE leases SET groups = groups - $2, items = items - $3 WHERE id = $1",
