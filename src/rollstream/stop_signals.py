@@ -5,7 +5,9 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -13,6 +15,10 @@ _T = TypeVar("_T")
 TOGETHER_S = 0.5
 """Seconds. Signals that come this soon after the first are the same one: `timeout` and other wrappers signal
 the process and then its whole group. Nobody presses Ctrl-C twice that fast."""
+
+
+_EXIT_S = 10.0
+"""A server that has not ended so long after its grace period is ended as it is: what it acknowledged is on disk."""
 
 
 class StoppedEarly(Exception):
@@ -34,13 +40,35 @@ class StopSignals:
         self.signal: int | None = None
         """The first signal received."""
         self._first_at = 0.0
+        self._bound_since: float | None = None
 
-    def install(self) -> None:
-        """Takes over the signals of the running event loop."""
+    def install(self, *, ends_within: float | None = None) -> None:
+        """Takes over the signals of the running event loop.
+
+        Args:
+            ends_within: seconds after the first signal in which the process ends, if need be by SIGALRM, which
+                waits for nobody: neither for who holds the loop or Python's lock, nor for a thread that hangs.
+                A second signal ends it at once. None: only `requested` and `on_second` tell of signals.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                loop.add_signal_handler(number, self._receive, number)
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
+            loop.add_signal_handler(number, self._receive, number)
+            if ends_within is not None:
+                # In place of a handler that does nothing: the loop gets the signal by a file descriptor.
+                signal.signal(number, partial(self._bound, ends_within))
+                signal.siginterrupt(number, False)
+
+    def _bound(self, ends_within: float, number: int, frame: object) -> None:
+        """Runs between two steps of the main thread, whatever it is at."""
+        now = time.monotonic()
+        if self._bound_since is None:
+            self._bound_since = now
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, ends_within)
+        elif now - self._bound_since > TOGETHER_S:
+            os._exit(128 + number)
 
     def _receive(self, number: int) -> None:
         now = asyncio.get_running_loop().time()
@@ -64,11 +92,11 @@ class StopSignals:
             task.cancel()
 
 
-def stop_signals() -> asyncio.Event:
-    """Set by SIGINT, SIGTERM and SIGHUP; a second one ends the process at once."""
-    signals = StopSignals(on_second=lambda number: os._exit(128 + number))
-    signals.install()
-    return signals.requested
+def stop_signals(grace_s: float) -> StopSignals:
+    """Signals of a server that ends in good order within `grace_s`; if it does not, it is ended soon after."""
+    signals = StopSignals()
+    signals.install(ends_within=grace_s + _EXIT_S)
+    return signals
 
 
 @contextlib.contextmanager

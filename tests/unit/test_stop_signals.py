@@ -1,6 +1,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -93,3 +95,52 @@ async def test_a_closed_terminal_stops_what_nohup_does_not_protect(nohup: bool) 
         assert signals.signal == (signal.SIGTERM if nohup else signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+SERVER = """
+import asyncio, re, threading, time, {loop}
+from rollstream.stop_signals import StopSignals
+
+async def main():
+    signals = StopSignals()
+    signals.install(ends_within={seconds})
+    print("ready", flush=True)
+    {held}
+
+{loop}.run(main())
+"""
+
+HELD = {
+    "by Python code": "[None for _ in iter(int, 1)]",
+    "by a regex that keeps Python's lock": "re.match('(a*)*b', 'a' * 40)",
+    "by a thread that does not end": (
+        "threading.Thread(target=time.sleep, args=(600,)).start(); await signals.requested.wait()"
+    ),
+    "by a default executor's thread": (
+        "asyncio.get_running_loop().run_in_executor(None, time.sleep, 600); await signals.requested.wait()"
+    ),
+}
+
+
+def held_server(held: str, seconds: float, loop: str = "asyncio") -> subprocess.Popen[bytes]:
+    program = SERVER.format(held=held, seconds=seconds, loop=loop)
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("held", HELD)
+def test_a_server_ends_within_its_time_whatever_holds_it(held: str, loop: str) -> None:
+    with held_server(HELD[held], 0.3, loop) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == -signal.SIGALRM
+
+
+def test_a_second_signal_ends_a_server_that_is_held() -> None:
+    with held_server(HELD["by Python code"], 600) as process:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(stop_signals.TOGETHER_S + 0.1)  # sooner it would be the same one
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM

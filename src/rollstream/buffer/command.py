@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 GRACE_S = 10.0
 """For requests in flight, when the server stops."""
 
-_EXIT_S = 10.0
-"""More than that after the grace period, and the process ends as it is. What was acknowledged is on disk."""
-
 EXAMPLES = """\
 examples:
   rollstream buffer serve --dir outputs/buffer                          writers and readers come by HTTP
@@ -198,22 +195,15 @@ async def _serve(server: "BufferServer", options: argparse.Namespace) -> None:
     import gc
     import logging
     import os
-    import threading
 
     from rollstream.stop_signals import stop_signals
 
-    stop = stop_signals()
-    asked = asyncio.ensure_future(stop.wait())
-    # Whatever user code or a database does then: the process ends.
-    last = threading.Timer(GRACE_S + _EXIT_S, os._exit, (1,))
-    last.daemon = True
-    asked.add_done_callback(lambda done: None if done.cancelled() else last.start())
+    asked = asyncio.ensure_future(stop_signals(GRACE_S).requested.wait())
     starting = asyncio.ensure_future(server.start(options.host, options.port))
     await asyncio.wait({asked, starting}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():  # a generator file may hang
         starting.cancel()
         await asyncio.wait({starting})
-        last.cancel()
         return
     url = starting.result()
     gc.collect()
@@ -224,7 +214,6 @@ async def _serve(server: "BufferServer", options: argparse.Namespace) -> None:
     await asked
     logging.getLogger(__name__).info("stopping")
     await server.stop(GRACE_S)
-    last.cancel()
 
 
 def _run(main: Any) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,9 @@ def check_tool_schema(schema: Any, where: str) -> ToolSchema:
     if not isinstance(properties, dict):
         raise ConfigError(f"{where} ({name}): parameters.properties must be a mapping")
     required = parameters.get("required") or []
-    if not isinstance(required, list) or any(item not in properties for item in required):
+    if not isinstance(required, list) or not all(
+        isinstance(name, str) and name in properties for name in required
+    ):
         raise ConfigError(f"{where} ({name}): parameters.required names more than parameters.properties")
     return schema
 
@@ -154,9 +157,7 @@ def _allow_null(check: Any) -> Any:
 
 def check_names_differ(names: Iterable[str], where: str) -> None:
     """Raises `ConfigError` if two tools have the same name; names them."""
-    names = list(names)
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    if twice := sorted(name for name, times in Counter(names).items() if times > 1):
         raise ConfigError(f"{where} has more than one tool named {', '.join(twice)}")
 
 

@@ -33,7 +33,7 @@ from rollstream.integrations.configured_groups import refuse_keys
 from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
 from rollstream.scratch import ScratchFolder
 from rollstream.stderr_log import log_to_stderr
-from rollstream.stop_signals import StoppedEarly, StopSignals
+from rollstream.stop_signals import StoppedEarly, StopSignals, stop_signals
 from rollstream.store.manifest import new_manifest
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run
 from rollstream.store.writer import StoreWriter
@@ -122,8 +122,7 @@ def _as_executed(given: DictConfig) -> DictConfig:
 
 
 async def _run(given: DictConfig, options: argparse.Namespace) -> None:
-    signals = StopSignals(on_second=lambda number: os._exit(128 + number))
-    signals.install()
+    signals = stop_signals(options.grace_seconds + _LAST_ANSWERS_S)
     async with AsyncExitStack() as stack:
         with contextlib.suppress(StoppedEarly):
             await _serve(stack, given, options, signals)

@@ -19,7 +19,7 @@ MAX_BODY = 64 * 2**20
 _SPARE_CONNECTIONS = 256
 """Beside those that wait for a sample: for idle ones, monitoring, and requests that are refused."""
 
-_LAST_ANSWERS_S = 5.0
+LAST_ANSWERS_S = 5.0
 """For handlers to write their last answers, which they have already, when the server ends."""
 
 
@@ -93,7 +93,7 @@ class Server:
         """Ends: no more connections, 503 to who is still waiting, then the engine and the sockets."""
         self._web.stop_listening()
         await self._service.close()
-        await self._web.stop(_LAST_ANSWERS_S)
+        await self._web.stop(LAST_ANSWERS_S)
 
     async def __aenter__(self) -> "Server":
         await self.start()

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,10 +22,10 @@ from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.engine.base import Engine
 from rollstream.engine.registry import create_engine, data_deciding_kwargs
 from rollstream.errors import ConfigError
-from rollstream.serving.app import Server
+from rollstream.serving.app import LAST_ANSWERS_S, Server
 from rollstream.serving.model import ServedModel
 from rollstream.stderr_log import log_to_stderr
-from rollstream.stop_signals import StoppedEarly, StopSignals
+from rollstream.stop_signals import StoppedEarly, stop_signals
 
 _PARENT_POLL_S = 1.0
 """Where the kernel does not tell: twice a second would be no better for anybody."""
@@ -75,8 +76,7 @@ def _load(options: argparse.Namespace, log_dir: Path) -> tuple[Engine, ServedMod
 
 
 async def _serve(engine: Engine, model: ServedModel, options: argparse.Namespace, parent_pid: int) -> None:
-    signals = StopSignals(on_second=lambda number: os._exit(128 + number))
-    signals.install()
+    signals = stop_signals(LAST_ANSWERS_S)
     server = Server(
         engine,
         model,
@@ -87,7 +87,7 @@ async def _serve(engine: Engine, model: ServedModel, options: argparse.Namespace
         allowed_hosts=options.allow_host,
         insecure=options.insecure,
     )
-    watch = asyncio.create_task(_stop_with_parent(parent_pid, signals)) if options.exit_with_parent else None
+    watch = asyncio.create_task(_stop_with_parent(parent_pid)) if options.exit_with_parent else None
     try:
         await signals.unless_stopped(engine.start())
         await server.start()
@@ -101,9 +101,9 @@ async def _serve(engine: Engine, model: ServedModel, options: argparse.Namespace
         await server.stop()
 
 
-async def _stop_with_parent(parent_pid: int, signals: StopSignals) -> None:
+async def _stop_with_parent(parent_pid: int) -> None:
     await parent_ended(parent_pid)
-    signals.requested.set()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _announce(url: str, engine: Engine, model: ServedModel, *, as_json: bool) -> None:

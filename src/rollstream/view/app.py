@@ -27,6 +27,9 @@ from rollstream.view.sources import BufferSource, RunSource, Source, Sources, Tr
 from rollstream.view.tokens import encode_tokens
 from rollstream.web import Access, HTTPError, Request, Route, WebServer, render_json_error
 
+GRACE_S: Final = 0.2
+"""For answers that are being sent, when the server ends."""
+
 _HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -143,7 +146,7 @@ class ViewServer:
 
     async def stop(self) -> None:
         """Ends all answers."""
-        await self._web.stop(0.2)
+        await self._web.stop(GRACE_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _in_thread(self, answer: Callable[[Request], Any]) -> Callable[[Request], Awaitable[web.Response]]:

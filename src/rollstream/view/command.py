@@ -76,16 +76,15 @@ async def _serve(options: argparse.Namespace) -> None:
     import pyarrow as pa
 
     from rollstream.errors import ConfigError
-    from rollstream.stop_signals import StopSignals
-    from rollstream.view.app import ViewServer
+    from rollstream.stop_signals import stop_signals
+    from rollstream.view.app import GRACE_S, ViewServer
     from rollstream.web import Access
 
     # What is freed goes back at once: arrays of a million rows would leave holes that nothing fills.
     pa.set_memory_pool(pa.system_memory_pool())
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 18)
-    signals = StopSignals(on_second=lambda number: os._exit(128 + number))
-    signals.install()
+    signals = stop_signals(GRACE_S)
     # Whoever may reach this machine must not read what is on it.
     local = options.host in ("127.0.0.1", "localhost", "::1")
     token = None if local and not options.token else secrets.token_urlsafe(24)

@@ -31,12 +31,16 @@ def test_a_whole_schema_is_given_back() -> None:
     parameters["properties"] = 1
     with pytest.raises(ConfigError, match=r"^here \(a\): parameters\.properties must be a mapping"):
         check_tool_schema(schema, "here")
+    parameters |= {"properties": {}, "required": [["a"]]}
+    with pytest.raises(ConfigError, match=r"^here \(a\): parameters\.required"):
+        check_tool_schema(schema, "here")
 
 
 def test_names() -> None:
     check_names_differ(["a", "b"], "here")
     with pytest.raises(ConfigError, match="here has more than one tool named a, b"):
         check_names_differ(iter(["b", "a", "b", "a", "c"]), "here")
+    check_names_differ(map(str, range(200_000)), "here")  # by each name's count it would take minutes
 
 
 def check_of(**parameters: Any) -> ArgumentCheck:

@@ -36,6 +36,9 @@ SAMPLING = (
 )
 """Parameters that choose the distribution. Who answers decides whether a client may."""
 
+_MOST_TOOLS = 4096
+"""More than fit any prompt; each is read by Python."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -249,7 +252,14 @@ def tool_schema(one: Mapping[str, Any], parameters: str) -> dict[str, Any]:
 
 
 def read_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tool schemas as templates want them: one without parameters has none. Raises `ConfigError`: one is not whole."""
+    """Tool schemas as templates want them: one without parameters has none.
+
+    Raises:
+        ConfigError: one is not whole.
+        RequestError: there are too many.
+    """
+    if len(tools) > _MOST_TOOLS:
+        raise RequestError(f"{len(tools)} tools: at most {_MOST_TOOLS} are taken", param="tools")
     read = []
     for at, tool in enumerate(tools):
         if isinstance(tool, dict) and isinstance(function := tool.get("function"), dict):

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from rollstream.chat.wires.exchange import read_tools
@@ -17,6 +19,16 @@ def test_tools_are_whole_and_differ() -> None:
         read_tools([tool, tool])
     with pytest.raises(ConfigError, match=r"tools\[1\]"):
         read_tools([tool, {"type": "web_search"}])
+
+
+def test_a_great_many_tools_take_no_great_time() -> None:
+    def tools(count: int) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": f"f{at}"}} for at in range(count)]
+
+    assert len(read_tools(tools(4096))) == 4096
+    with pytest.raises(RequestError) as refused:
+        read_tools(tools(400_000))
+    assert refused.value.param == "tools"
 
 
 def test_a_server_refuses_what_it_does_not_honour() -> None:
