@@ -48,6 +48,7 @@ _FREE_FORM = frozenset(
         f"{_ROLLOUT}.launch.env",
         "data.apply_chat_template_kwargs",
         "custom_reward_function.reward_kwargs",
+        "reward.custom_reward_function.reward_kwargs",
         "gateway.env",
         "ray_kwargs.ray_init",
         "ray_kwargs.replica",
@@ -78,6 +79,8 @@ _RAY_CALLS_IT = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 _GROUPS = "a config group is chosen in the `defaults:` of a file that --config names"
 
+_NO_EFFECT = "nothing here depends on them"
+
 _SHOWN = 16
 """Left out keys named in a note."""
 
@@ -87,8 +90,6 @@ _IN_ENGLISH = {
 }
 
 _SIMPLE_WORD = re.compile(r"(?:\+\+?)?([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
-
-_LEFT_OUT = object()
 
 _COMPOSING = threading.Lock()
 """Hydra's state is the process's, and threads of several runs may begin at once."""
@@ -107,34 +108,30 @@ def compose(overrides: Sequence[str] = (), *, layers: Iterable[Mapping[str, Any]
     """
     config = deepcopy(_defaults())
     problems: list[str] = []
+    notes: dict[str, list[str]] = {}
     for layer in layers:
         where = f"{layer}: " if isinstance(layer, Path) else ""
         try:
             plain: Any = OmegaConf.to_container(layer) if isinstance(layer, DictConfig) else layer
             tree, own = _read_file(layer) if isinstance(layer, Path) else (plain, plain)
-            notes: list[str] = []
             OmegaConf.unsafe_merge(config, _known_part(tree, own, where, problems, notes))
-            _say_left_out(where, notes)
         except ConfigError as error:
             problems.append(str(error))
         except OmegaConfBaseException as error:
             problems.append(f"{where}{_first_line(error)}")
-    notes = []
     for word in overrides:
         try:
             key, value = _read_override(word)
-            tree = _nested(key, value)
-            kept: Any = _known_part(tree, tree, "", problems, notes)
-            for part in key.split("."):
-                kept = kept.get(part, _LEFT_OUT) if isinstance(kept, Mapping) else _LEFT_OUT
-            if kept is not _LEFT_OUT:
-                merge = isinstance(value, Mapping) and not _is_free_form(key)
-                OmegaConf.update(config, key, kept, merge=merge, force_add=True)
+            if _is_free_form(key):
+                OmegaConf.update(config, key, value, merge=False, force_add=True)
+            else:
+                tree = _nested({key: value})
+                OmegaConf.unsafe_merge(config, _known_part(tree, tree, "", problems, notes))
         except ConfigError as error:
             problems.append(str(error))
         except OmegaConfBaseException as error:
             problems.append(f"{word!r}: {_first_line(error)}")
-    _say_left_out("", notes)
+    _say_left_out(notes)
     settings, wrong = _checked(config)
     if problems:
         raise _as_one([*problems, *wrong])
@@ -285,26 +282,46 @@ def _compose_by_hydra(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _known_keys() -> tuple[str, ...]:
-    """Dotted paths of all keys, branches included."""
+def _known_keys() -> Mapping[str, bool]:
+    """Dotted paths of all keys, and whether it is a branch."""
 
-    def walk(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    def walk(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, bool]]:
         for key, value in tree.items():
-            yield f"{prefix}{key}"
-            if isinstance(value, Mapping) and not _is_free_form(f"{prefix}{key}"):
+            is_branch = isinstance(value, Mapping) and not _is_free_form(f"{prefix}{key}")
+            yield f"{prefix}{key}", is_branch
+            if is_branch:
                 yield from walk(value, f"{prefix}{key}.")
 
-    return tuple(walk(_known_tree(), ""))
+    return dict(walk(_known_tree(), ""))
 
 
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return dict(value)
+def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """A layer's values by dotted key; a mapping is a value where it is empty or below a free-form key."""
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and not _is_free_form(path):
+            yield from _flat(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, last = path.split(".")
+        branch = tree
+        for part in parents:
+            branch = branch.setdefault(part, {})
+        branch[last] = value
+    return tree
 
 
 def _known_part(
-    tree: Mapping[Any, Any], own: Mapping[Any, Any], where: str, problems: list[str], notes: list[str]
+    tree: Mapping[Any, Any],
+    own: Mapping[Any, Any],
+    where: str,
+    problems: list[str],
+    notes: dict[str, list[str]],
 ) -> dict[str, Any]:
     """The part of a layer that rollstream has keys for.
 
@@ -314,63 +331,87 @@ def _known_part(
             noted, and null means "not set".
         where: Begins messages.
         problems: Gets what is wrong.
-        notes: Gets the other keys, those that can be left out.
+        notes: Gets the other keys, those that can be left out, by the reason why.
+    """
+    values, written = dict(_flat(tree)), set(dict(_flat(own)))
+    _take_verls_names(values, written, where, problems)
+    known, verl = _known_keys(), _verl_keys()
+    kept = {}
+    for path, value in values.items():
+        is_own, is_branch = path in written, known.get(path)
+        placeholders, why = verl["placeholders"].get(path, ((), ""))
+        if is_branch is None:
+            parts = path.split(".")
+            unknown = next(key for i in range(len(parts)) if (key := ".".join(parts[: i + 1])) not in known)
+            if (refusal := _refusal(path, value, unknown, is_own=is_own)) is not None:
+                problems.append(f"{where}{refusal}")
+            else:
+                notes.setdefault(verl["of_servers"].get(unknown, _NO_EFFECT), []).append(unknown)
+        elif value in placeholders:
+            notes.setdefault(why, []).append(f"{path}={value}")
+        elif is_branch and value != {} and not (isinstance(value, str) and value.startswith("${")):
+            hint = f"; {_GROUPS}" if isinstance(value, str) else ""
+            problems.append(f"{where}{path} must hold keys (it is {value!r}){hint}")
+        elif is_own or not (value is None or (isinstance(value, Mapping) and not any(value.values()))):
+            kept[path] = value
+    return _nested(kept)
+
+
+def _our_name(key: str) -> str:
+    for theirs, ours in _verl_keys()["means"].items():
+        if f"{key}.".startswith(f"{theirs}."):
+            return f"{ours}{key.removeprefix(theirs)}"
+    return key
+
+
+def _take_verls_names(values: dict[str, Any], written: set[str], where: str, problems: list[str]) -> None:
+    """Puts values that a layer has under a name of verl's under rollstream's.
+
+    Where a layer has both, one is often an interpolation of the other. Otherwise what its author wrote counts
+    more than what config groups say, and two that the author wrote must be equal.
     """
 
-    def walk(tree: Mapping[Any, Any], known: Mapping[str, Any], own: Any, prefix: str) -> dict[str, Any]:
-        kept: dict[str, Any] = {}
-        for key, value in tree.items():
-            path, is_own = f"{prefix}{key}", isinstance(own, Mapping) and key in own
-            if key not in known:
-                refusal = _refusal(path, value, is_own=is_own)
-                (notes if refusal is None else problems).append(f"{where}{refusal}" if refusal else path)
-            elif isinstance(known[key], Mapping) and not _is_free_form(path):
-                if isinstance(value, Mapping):
-                    kept[key] = walk(value, known[key], own[key] if is_own else None, f"{path}.")
-                elif isinstance(value, str) and value.startswith("${"):
-                    kept[key] = value
-                else:
-                    hint = f"; {_GROUPS}" if isinstance(value, str) else ""
-                    problems.append(f"{where}{path} must hold keys (it is {value!r}){hint}")
-            elif is_own or (
-                value is not None and not (isinstance(value, Mapping) and not any(value.values()))
-            ):
-                kept[key] = value
-        return kept
+    def refers(value: Any, key: str) -> bool:
+        return value is None or (isinstance(value, str) and "${" in value and key in value)
 
-    return walk(tree, _known_tree(), own, "")
+    for theirs, ours in _verl_keys()["means"].items():
+        value, other = values.pop(theirs, None), values.get(ours)
+        if refers(value, ours):
+            continue
+        if refers(other, theirs) or (theirs in written and ours not in written):
+            values[ours] = value
+            written |= {ours} if theirs in written else set()
+        elif theirs in written and value not in (other, False):
+            problems.append(f"{where}{theirs} and {ours} are one setting (they are {value!r} and {other!r})")
 
 
-def _say_left_out(where: str, keys: Iterable[str]) -> None:
-    named = [key for key in dict.fromkeys(keys) if not key.endswith("_target_")]
-    if named:
+def _say_left_out(notes: Mapping[str, Iterable[str]]) -> None:
+    said = []
+    for why, keys in sorted(notes.items()):
+        named = [key for key in dict.fromkeys(keys) if not key.endswith("_target_")]
         more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
-        shown = ", ".join(named[:_SHOWN])
-        logger.warning("%sleft out, as nothing here depends on it: %s%s", where, shown, more)
+        said.append(f"{', '.join(named[:_SHOWN])}{more} ({why})")
+    if said:
+        logger.warning("left out of verl's keys: %s", "; ".join(said))
 
 
-def _refusal(path: str, value: Any, *, is_own: bool) -> str | None:
+def _refusal(path: str, value: Any, unknown: str, *, is_own: bool) -> str | None:
     """Why a key that rollstream does not have cannot be left out; None: it can, it is verl's and has no effect.
 
-    One that comes from a config group (not `is_own`) can, unless its value means something else here.
+    A key that comes from a config group (not `is_own`) can, unless its value means something else here.
+    `unknown` is the part of `path` that already is no key.
     """
     verl = _verl_keys()
     for key, (values, why) in verl["fine_with"].items():
-        if f"{key}.".startswith(f"{path}."):
-            item = value
-            for part in key[len(path) + 1 :].split(".") if key != path else ():
-                item = item.get(part) if isinstance(item, Mapping) else None
-            if item is not None and item not in values:
-                return f"{key}={item}: {why}"
-            if key == path:
-                return None
-    if not is_own:
+        if f"{path}.".startswith(f"{key}."):
+            return None if value is None or value in values else f"{path}={value}: {why}"
+    if not is_own or unknown in verl["of_servers"]:
         return None
     for parent, names in verl["no_effect"].items():
         if any(f"{path}.".startswith(f"{parent}.{name}.".lstrip(".")) for name in names):
             return None
     is_off = value in (None, False, 0, "", [], {})
-    return None if path.endswith("_target_") or (is_off and _called_here(path)) else _unknown(path)
+    return None if path.endswith("_target_") or (is_off and _called_here(path)) else _unknown(unknown)
 
 
 def _called_here(path: str) -> str | None:
@@ -470,8 +511,8 @@ def read_value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
         return None
     if path == "trainer.logger" and (value is None or isinstance(value, str)):
         value = [] if value is None else [value]  # as verl takes it
-    if path == "data.seed" and value is None:
-        value = 0  # verl's default, for whatever order
+    if value is None and path in _setting_types() and NoneType not in _alternatives(kind):
+        value = OmegaConf.select(_defaults(), path)  # null is "not set", as verl's files have it
     if is_dataclass(kind) or is_typeddict(kind):
         if not isinstance(value, Mapping):
             problems.append(f"{path} must hold keys (it is {value!r})")
@@ -532,7 +573,8 @@ def _read_override(text: str) -> tuple[str, Any]:
     from hydra.errors import HydraException
 
     simple = _SIMPLE_WORD.fullmatch(text)
-    kinds = _alternatives(_setting_types().get(simple[1])) if simple is not None else []
+    key = "" if simple is None else _our_name(simple[1])
+    kinds = _alternatives(_setting_types().get(key))
     try:
         override = OverridesParser.create().parse_override(text)
         value = None if override.is_delete() else override.value()
@@ -545,11 +587,11 @@ def _read_override(text: str) -> tuple[str, Any]:
                 else _first_line(error)
             )
             raise ConfigError(f"cannot read {text!r} as key=value: {why}") from error
-        if simple[1] not in _known_keys() and not _is_free_form(simple[1]):
-            raise ConfigError(_unknown(simple[1])) from error
+        if key not in _known_keys() and not _is_free_form(key):
+            raise ConfigError(_unknown(key)) from error
         is_structure = simple[2][:1] in tuple("[{'\"")  # that begins something that goes wrong later
         if str in kinds and not is_structure:
-            return simple[1], simple[2]
+            return key, simple[2]
         example = f'\'{simple[1]}=["a b", "c"]\'' if is_structure else _quoted(simple)
         raise ConfigError(
             f"cannot read the value of {text!r}; put texts in quotes, for a shell like this: {example}"
@@ -562,7 +604,7 @@ def _read_override(text: str) -> tuple[str, Any]:
     is_switch = isinstance(value, bool) and bool in kinds
     if simple is not None and str in kinds and isinstance(value, bool | int | float) and not is_switch:
         value = simple[2].strip()
-    return override.key_or_group, value
+    return _our_name(override.key_or_group), value
 
 
 def _quoted(word: re.Match[str]) -> str:
@@ -582,11 +624,6 @@ def _conflicts(settings: Settings) -> Iterator[str]:
         yield (
             f"data.apply_chat_template_kwargs: {', '.join(sorted(own))} is set by rollstream at every "
             "rendering: only what the template itself asks for can be given"
-        )
-    if rollout.prompt_length != data.max_prompt_length:
-        yield (
-            f"{_ROLLOUT}.prompt_length and data.max_prompt_length are one limit by two names: set "
-            f"data.max_prompt_length (they are {rollout.prompt_length} and {data.max_prompt_length})"
         )
     longest = rollout.prompt_length + rollout.response_length
     if rollout.max_model_len is not None and rollout.max_model_len < longest:

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 import pytest
+from omegaconf import OmegaConf
 
 pytest.importorskip("verl")
 
@@ -89,9 +90,9 @@ def test_what_our_keys_say_of_servers_verls_own_get() -> None:
     assert rollout.gpu_memory_utilization == 0.5
 
 
-def test_servers_with_random_weights_are_refused() -> None:
-    with pytest.raises(ConfigError, match="random weights"):
-        composed(f"{ROLLOUT}.load_format=dummy", overrides=OWN)
+def test_verls_own_servers_have_the_models_weights() -> None:
+    config = composed(f"{ROLLOUT}.load_format=dummy", overrides=OWN)
+    assert config.actor_rollout_ref.rollout.load_format == "auto"
 
 
 def test_a_tracer_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,11 +139,27 @@ def test_a_file_over_verls_own_groups_is_taken(tmp_path: Path, groups: str) -> N
     )
     settings = to_settings(compose([f"actor_rollout_ref.model.path={MODEL_PATH}"], layers=[file]))
     assert (settings.actor_rollout_ref.rollout.n, settings.data.files) == (3, ["mine.parquet"])
+    assert settings.actor_rollout_ref.rollout.load_format == "auto"  # verl's is dummy
     file.write_text(f"{file.read_text()}reward: {{custom_reward_function: {{path: reward.py}}}}\n")
-    with pytest.raises(
-        ConfigError, match=r"reward\.custom_reward_function\.path=reward\.py: it is custom_rew"
-    ):
-        compose(layers=[file])
+    settings = to_settings(compose(["data.max_response_length=77"], layers=[file]))
+    assert settings.custom_reward_function.path == "reward.py"
+    assert settings.actor_rollout_ref.rollout.response_length == 77
+
+
+def test_a_whole_configuration_of_verls_as_it_resolves_is_taken(tmp_path: Path) -> None:
+    """It is what people copy from a training's log: each key is in the file itself, at verl's default."""
+    from hydra import compose as compose_by_hydra
+    from hydra import initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base="1.3"):
+        whole = compose_by_hydra("ppo_trainer", overrides=[f"{ROLLOUT}.name=sglang"])
+    (tmp_path / "whole.yaml").write_text(OmegaConf.to_yaml(whole))
+    (tmp_path / "resolved.yaml").write_text(OmegaConf.to_yaml(whole, resolve=True))
+    for name in ("whole.yaml", "resolved.yaml"):
+        settings = to_settings(compose(layers=[tmp_path / name]))
+        assert settings.actor_rollout_ref.rollout.load_format == "auto"
+        assert settings.actor_rollout_ref.rollout.response_length == 512
+        assert settings.custom_reward_function.name == "compute_score"
 
 
 @pytest.mark.parametrize(

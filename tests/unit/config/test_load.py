@@ -65,7 +65,6 @@ def test_overrides_in_hydras_grammar() -> None:
         ("generation.attempt_timeout=1e300", r"generation\.attempt_timeout must be at most"),
         ("actor_rollout_ref.rollout.temperature=nan", r"rollout\.temperature must be .* nan"),
         ("actor_rollout_ref.rollout.max_model_len=100", "lengths cannot fit"),
-        ("actor_rollout_ref.rollout.prompt_length=7", "one limit by two names"),
         ("generation.max_failed_share=1.5", "at most 1"),
         ("generation.seed=-1", "generation.seed"),
         ("data.train_files", "cannot read 'data.train_files' as key=value"),
@@ -96,7 +95,13 @@ def test_overrides_in_hydras_grammar() -> None:
         ("hydra.searchpath=[file://x]", "it stands in a file with defaults:, which --config names"),
         ("hydra.run.dir=x", r"hydra\.run\.dir=x: the run directory is trainer\.default_local_dir"),
         ("hydra.mode=MULTIRUN", "one command is one run"),
-        ("reward.custom_reward_function.path=x.py", "it is custom_reward_function.path here"),
+        ("reward_model.reward_manager=batch", "make it a custom_reward_function"),
+        ("reward_manager.name=mine", "make it a custom_reward_function"),
+        ("reward.reward_manager.name=gdpo", "make it a custom_reward_function"),
+        ("reward.reward_manager.module.path=managers.py", "make it a custom_reward_function"),
+        ("reward.sandbox_fusion.url=http://127.0.0.1:1", "call it from a custom_reward_function"),
+        ("data.datagen.path=make_rows.py", "rows come from data.train_files"),
+        ("actor_rollout_ref.rollout.quantization=fp8", "actor_rollout_ref.rollout.launch.args here"),
         ("reward.reward_model.enable=true", "call a reward model from a custom_reward_function"),
         ("reward_model.overlong_buffer.enable=true", "a part of your custom_reward_function"),
         ("data.mm_processor_kwargs={a: 1}", "images are prepared as the engine is set up"),
@@ -105,8 +110,6 @@ def test_overrides_in_hydras_grammar() -> None:
         ("data.video_key=clips", "videos are not known"),
         ("data.audio_key=sound", "audio is not known"),
         ("data.reward_fn_key=source", "the column data_source chooses the reward"),
-        ("data.tokenizer=path", "it is actor_rollout_ref.model.tokenizer_path here"),
-        ("data.trust_remote_code=true", "it is actor_rollout_ref.model.trust_remote_code here"),
         ("data.train_files=${nowhere}", r"configuration cannot be resolved: [^\n]*nowhere[^\n]*$"),
         ("trainer.logger=wand", "did you mean 'wandb'"),
     ],
@@ -133,9 +136,7 @@ def test_all_problems_are_said_at_once(tmp_path: Path) -> None:
     ("key", "hint"),
     [
         ("actor_rollout_ref.rollout.max_tokens", "it is actor_rollout_ref.rollout.response_length here"),
-        ("data.max_response_length", "it is actor_rollout_ref.rollout.response_length here"),
-        ("actor_rollout_ref.rollout.seed", "it is generation.seed here"),
-        ("actor_rollout_ref.rollout.max_num_seqs", "it is actor_rollout_ref.rollout.launch.args"),
+        ("generation.max_response_length", "it is actor_rollout_ref.rollout.response_length here"),
         ("model.path", "did you mean 'actor_rollout_ref.model'"),
         ("generation.temperature", "did you mean 'actor_rollout_ref.rollout.temperature'"),
         ("actor_rollout_ref.rollout.nn", "did you mean 'actor_rollout_ref.rollout.n'?"),
@@ -188,7 +189,7 @@ def test_a_configuration_as_verl_users_write_it(tmp_path: Path, caplog: pytest.L
         "reward_model",
         "tasks",
         "hybrid_engine",
-        "it: hydra",
+        "hydra, ",
     ):
         assert key in caplog.text
     (tmp_path / "groups" / "legacy" / "legacy_data.yaml").write_text(f"{group}video_key: clips\n")
@@ -352,16 +353,71 @@ def test_loggers_may_be_one_name_or_none(word: str, names: list[str]) -> None:
 def test_verls_keys_on_the_command_line_are_left_out_as_in_a_file(caplog: pytest.LogCaptureFixture) -> None:
     left_out = [
         *("data.return_raw_chat=true", "data.filter_overlong_prompts_workers=8", "data.use_shm=true"),
-        *("data.cache_dir=x", "data.image_key=images", "data.video_key=videos", "data.tokenizer=null"),
-        *("data.trust_remote_code=false", "data.reward_fn_key=data_source", "reward_model.enable=false"),
+        *("data.cache_dir=x", "data.image_key=images", "data.video_key=videos"),
+        *("data.reward_fn_key=data_source", "reward_model.enable=false"),
         *("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.override_config={}"),
         *("reward_model.use_reward_loop=false", "reward_model.enable_resource_pool=false"),
     ]
     settings = to_settings(compose(["data.shuffle=true", "data.seed=7", *left_out]))
     assert (settings.data.shuffle, settings.data.seed) == (True, 7)
-    names = [word.partition("=")[0].replace("reward_model.enable", "reward_model") for word in left_out[:12]]
-    assert caplog.messages == [f"left out, as nothing here depends on it: {', '.join(names)}"]
+    names = [word.partition("=")[0].replace("reward_model.enable", "reward_model") for word in left_out[:10]]
+    assert len(caplog.messages) == 1
+    assert f": {', '.join(names)} (" in caplog.text
     assert to_settings(compose(["data.seed=null"])).data.seed == 0
+
+
+def test_a_setting_that_has_two_names_in_verl(tmp_path: Path) -> None:
+    words = ["data.max_response_length=48", "data.trust_remote_code=true", "data.tokenizer=~/tok en"]
+    settings = to_settings(compose(words))
+    assert settings.actor_rollout_ref.rollout.response_length == 48
+    assert settings.actor_rollout_ref.model.trust_remote_code
+    assert settings.actor_rollout_ref.model.tokenizer_path == "~/tok en"
+    both = ["actor_rollout_ref.rollout.response_length=9", "data.max_response_length=48"]
+    assert to_settings(compose(both)).actor_rollout_ref.rollout.response_length == 48
+    assert to_settings(compose(both[::-1])).actor_rollout_ref.rollout.response_length == 9
+    file = tmp_path / "config.yaml"
+    file.write_text(to_stored_yaml(compose(["data.max_prompt_length=1000", *both])))
+    settings = to_settings(compose(["data.max_prompt_length=1200"], layers=[file]))
+    assert (settings.data.max_prompt_length, settings.actor_rollout_ref.rollout.prompt_length) == (1200, 1200)
+    file.write_text(
+        "data:\n  max_response_length: 48\n"
+        "  function_tool_path: '${actor_rollout_ref.rollout.multi_turn.function_tool_path}'\n"
+        "actor_rollout_ref: {rollout: {response_length: '${oc.select:data.max_response_length,512}'}}\n"
+        "reward: {custom_reward_function: {path: mine.py, name: null, reward_kwargs: {a: 1}}}\n"
+    )
+    settings = to_settings(compose(layers=[file]))
+    assert settings.actor_rollout_ref.rollout.response_length == 48
+    word = "reward.custom_reward_function.reward_kwargs.b=2"
+    assert to_settings(compose([word])).custom_reward_function.reward_kwargs == {"b": 2}
+    reward = settings.custom_reward_function
+    assert (reward.path, reward.name, reward.reward_kwargs) == ("mine.py", "compute_score", {"a": 1})
+    file.write_text("data: {max_response_length: 48}\nactor_rollout_ref: {rollout: {response_length: 9}}\n")
+    with pytest.raises(
+        ConfigError, match=r"max_response_length and actor_rollout_ref\.rollout\.response_length"
+    ):
+        compose(layers=[file])
+
+
+def test_a_trainers_placeholder_does_not_decide_where_weights_come_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = "actor_rollout_ref.rollout.load_format"
+    file = tmp_path / "run.yaml"
+    file.write_text("actor_rollout_ref: {rollout: {load_format: dummy, max_num_seqs: 64}}\n")
+    for words, kept in ([], "auto"), ([f"{key}=safetensors", f"{key}=dummy_dtensor"], "safetensors"):
+        caplog.clear()
+        settings = to_settings(compose(words, layers=[file]))
+        assert settings.actor_rollout_ref.rollout.load_format == kept
+        assert len(caplog.messages) == 1
+        assert f"{key}=dummy" in caplog.text and "actor_rollout_ref.rollout.launch.args" in caplog.text
+
+
+def test_reward_managers_that_call_one_function_for_each_answer_are_what_happens_here(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    words = ["reward_model.reward_manager=dapo", "reward.reward_manager.name=naive", "data.datagen.name=null"]
+    compose([*words, "reward.sandbox_fusion.max_concurrent=9", "actor_rollout_ref.rollout.seed=42"])
+    assert len(caplog.messages) == 1
 
 
 def test_now_is_resolved_without_hydra_composing() -> None:

@@ -50,7 +50,7 @@ def test_every_key_reaches_the_request() -> None:
             f"{ROLLOUT}.data_parallel_size=4",
             f"{ROLLOUT}.gpu_memory_utilization=0.7",
             f"{ROLLOUT}.dtype=bfloat16",
-            f"{ROLLOUT}.load_format=dummy",
+            f"{ROLLOUT}.load_format=pt",
             f"{ROLLOUT}.launch.replicas=5",
             f"{ROLLOUT}.launch.python=/py",
             f"{ROLLOUT}.launch.args={{max_num_seqs: 9}}",
@@ -69,7 +69,7 @@ def test_every_key_reaches_the_request() -> None:
     )
     assert request is not None
     assert (request.tensor_parallel, request.pipeline_parallel, request.data_parallel) == (2, 3, 4)
-    assert (request.gpu_memory_utilization, request.dtype, request.load_format) == (0.7, "bfloat16", "dummy")
+    assert (request.gpu_memory_utilization, request.dtype, request.load_format) == (0.7, "bfloat16", "pt")
     assert (request.server, request.replicas, request.python) == ("auto", 5, "/py")
     assert (request.args, request.env) == ({"max_num_seqs": 9}, {"OMP_NUM_THREADS": "1", "EMPTY": ""})
     assert (request.startup_timeout, request.unhealthy_timeout) == (11, 12)
@@ -117,13 +117,13 @@ def test_layout_is_free_and_what_decides_the_data_is_not() -> None:
         settings(
             *plain,
             f"{ROLLOUT}.dtype=bfloat16",
-            f"{ROLLOUT}.load_format=dummy",
+            f"{ROLLOUT}.load_format=pt",
             f"{ROLLOUT}.launch.args={{quantization: fp8, kv_cache_dtype: fp8_e5m2}}",
         )
     )
     assert decides == {
         "launch.dtype": "bfloat16",
-        "launch.load_format": "dummy",
+        "launch.load_format": "pt",
         "launch.args.quantization": "fp8",
         "launch.args.kv-cache-dtype": "fp8_e5m2",
     }

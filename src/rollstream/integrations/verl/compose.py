@@ -101,7 +101,7 @@ def compose_verl(settings: Settings) -> DictConfig:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    overrides, ours = settings.generation.verl_overrides, settings.actor_rollout_ref.rollout
+    overrides = settings.generation.verl_overrides
     touched, mapped = _touched(overrides), _mapped(settings)
     for key, word in touched.items():
         near = [own for own in mapped if own == key or own.startswith(f"{key}.") or key.startswith(f"{own}.")]
@@ -132,11 +132,6 @@ def compose_verl(settings: Settings) -> DictConfig:
         )
     if rollout.get("router_config_path"):
         raise ConfigError(NO_ROUTER)
-    if ours.load_format == "dummy":
-        raise ConfigError(
-            f"{_ROLLOUT}.load_format=dummy starts servers with random weights, which only a trainer replaces: "
-            "leave it out, or set it to auto"
-        )
     if (tracer := rollout.trace.backend) in _TRACERS and importlib.util.find_spec(tracer) is None:
         raise ConfigError(f"{_ROLLOUT}.trace.backend={tracer}, which is not installed: pip install {tracer}")
     composed: DictConfig = config
