@@ -373,6 +373,19 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def require_intact(path: Path) -> None:
+    """Compares a file with its checksum, where one is noted.
+
+    Raises:
+        DamagedFileError: its bytes are not what was written.
+        StorageError: it cannot be read right now.
+    """
+    with reading(path):
+        known = recorded_digests(path).get(path.name)
+        if known is not None and file_digest(path) not in known:
+            raise DamagedFileError(path, f"{path.name} is damaged: it does not match its checksum")
+
+
 def forget_digests(folder: Path, names: set[str]) -> None:
     """Takes batches that are not in their folder any more out of its checksum file."""
     sums = folder / "_SHA256SUMS"

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from rollstream.errors import StorageError
 from rollstream.store.batch import (
     SCHEMA,
+    DamagedFileError,
     batch_metadata,
     column_values,
     file_rows,
@@ -32,6 +33,7 @@ from rollstream.store.batch import (
     read_tables,
     reading,
     recorded_digests,
+    require_intact,
     to_arrow,
     write_tables_durably,
 )
@@ -141,7 +143,7 @@ def merge_batches(
     bucket_bytes: int = _BUCKET_BYTES,
     rewards: Rewards | None = None,
 ) -> int:
-    """Writes the artifact; returns its rows. An artifact that is up to date is left as it is.
+    """Writes the artifact; returns its rows. One that is up to date and matches its checksum is left as it is.
 
     Args:
         paths: of the run; everything must be sealed.
@@ -151,13 +153,22 @@ def merge_batches(
         bucket_bytes: bytes sorted in memory at once.
 
     Raises:
-        DamagedFileError: a batch is damaged. The old artifact, if any, stays.
+        DamagedFileError: a batch is damaged, or the artifact that stands for its batches. The old artifact, if
+            any, stays.
         StorageError: the disk is full, or the artifact holds more than the batches. It stays.
         MergeCancelledError: `cancelled` said so. The old artifact, if any, stays.
     """
-    if is_current(paths, run_id.hex()):
-        return file_rows(paths.artifact)
     numbers = paths.batch_numbers()
+    if is_current(paths, run_id.hex()):
+        try:
+            require_intact(paths.artifact)
+            return file_rows(paths.artifact)
+        except DamagedFileError as error:
+            if links := _links(paths, numbers):
+                raise DamagedFileError(
+                    paths.batch(min(links)), f"{error}, and there is no other copy"
+                ) from error
+            logger.warning("%s; it is made again", error)
     batches = [paths.batch(number) for number in numbers]
     rewards, copied = rewards or Rewards(paths.root), rewards is not None
     spread = paths.root / MERGE_FOLDER

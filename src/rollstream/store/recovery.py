@@ -35,7 +35,6 @@ from rollstream.store.batch import (
     batch_metadata,
     belongs_to,
     build_table,
-    file_digest,
     file_rows,
     forget_digests,
     link_file,
@@ -43,6 +42,7 @@ from rollstream.store.batch import (
     read_keys,
     read_tables,
     recorded_digests,
+    require_intact,
     seal_journal,
     table_keys,
     to_arrow,
@@ -303,21 +303,18 @@ def _artifact_alone(
 def _restore_from_artifact(paths: RunPaths, manifest: Manifest, state: RunState) -> None:
     """Makes a batch of the rollouts that only the artifact holds: by a hard link when those are all of its."""
     artifact = paths.artifact
-    known = recorded_digests(artifact).get(artifact.name)
     try:
         alone = _artifact_alone(paths, manifest, state)
         if not len(alone):
             return
-        intact = known is None or file_digest(artifact) in known
+        require_intact(artifact)
     except DamageError:
-        intact = False
-    if not intact:
         state.damage.append(f"{artifact.name} is damaged")
         quarantine_batch(paths, manifest, artifact, state)
         return
     number = paths.next_number()
     all_of_it = len(alone) == file_rows(artifact) and not tag_of(pq.read_metadata(artifact))
-    if all_of_it and known is not None and link_file(artifact, paths.batch(number)):
+    if all_of_it and artifact.name in recorded_digests(artifact) and link_file(artifact, paths.batch(number)):
         state.add_batch(number, alone)
     else:
         _copy_rollouts(paths, manifest, artifact, state)

@@ -106,6 +106,16 @@ def test_an_artifact_that_is_up_to_date_is_left_alone(tmp_path: Path) -> None:
     assert merge_batches(RunPaths(tmp_path), RUN_ID) == 2
 
 
+@pytest.mark.parametrize("at", [0.1, 0.5, 0.99])
+def test_a_damaged_artifact_is_made_anew_of_intact_batches(tmp_path: Path, at: float) -> None:
+    write_batch(tmp_path, 0, [rollout(index) for index in range(50)])
+    merge_batches(RunPaths(tmp_path), RUN_ID)
+    whole = pq.read_table(tmp_path / "trajectories.parquet")
+    flip(tmp_path / "trajectories.parquet", at)
+    assert merge_batches(RunPaths(tmp_path), RUN_ID) == 50
+    assert pq.read_table(tmp_path / "trajectories.parquet").equals(whole)
+
+
 def test_a_damaged_batch_is_named_and_the_old_artifact_stays(tmp_path: Path) -> None:
     for number in range(3):
         write_batch(tmp_path, number, [rollout(number * 100 + i) for i in range(50)])

@@ -13,6 +13,7 @@ from rollstream.errors import DamageError, StorageError
 from rollstream.store.export.files import note_export, zip_batches
 from rollstream.store.export.run import export_run
 from rollstream.store.find import find_trajectory
+from rollstream.store.lock import locked
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
 from rollstream.store.prune import prune_run
@@ -145,6 +146,29 @@ async def test_prune_deletes_nothing_beside_a_damaged_artifact(tmp_path: Path) -
             prune_run(tmp_path, dry_run=False)
         paths.artifact.write_bytes(whole)
     assert paths.batch_numbers() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["parquet", "zip"])
+async def test_a_damaged_artifact_that_is_the_only_copy_is_handed_on_to_nobody(
+    tmp_path: Path, name: str
+) -> None:
+    paths = await merged(tmp_path / "run")
+    prune_run(paths.root, dry_run=False)
+    flip(paths.artifact, 0.1)  # in a page that no key stands in
+    with pytest.raises(DamageError):
+        export_run(paths.root, name, tmp_path / "copy")
+    with pytest.raises(DamageError):
+        zip_batches(paths, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+async def test_what_may_not_be_written_is_exported_from_intact_batches(tmp_path: Path) -> None:
+    paths = await merged(tmp_path / "run")
+    whole = pq.read_table(paths.artifact)
+    flip(paths.artifact, 0.1)
+    with locked(paths.root):
+        export_run(paths.root, "parquet", tmp_path / "copy.parquet")
+    assert pq.read_table(tmp_path / "copy.parquet").equals(whole)
 
 
 async def test_prune_keeps_what_was_sealed_after_the_merge(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import orjson
 
 import rollstream
 from rollstream.errors import StorageError
-from rollstream.store.batch import DamagedFileError, read_tables, recorded_digests
+from rollstream.store.batch import DamagedFileError, read_tables, recorded_digests, require_intact
 from rollstream.store.journal import write_file_durably
 from rollstream.store.merge import MergeCancelledError, source_digest, until
 from rollstream.store.paths import RunPaths
@@ -182,9 +182,11 @@ def export_zip(
 def zip_batches(paths: RunPaths, target: Path, cancelled: Callable[[], bool] = lambda: False) -> int:
     """Writes the sealed batches of a run that is not merged, and `checkpoint.json`; returns how many batches.
 
-    Raises as `export_zip`.
+    Raises as `export_zip`, and `DamageError` where one does not match its checksum.
     """
     batches = [paths.batch(number) for number in paths.batch_numbers()]
+    for batch in batches:
+        require_intact(batch)
     files = [(path, f"batches/{path.name}") for path in batches]
     files.append((paths.root / "checkpoint.json", "checkpoint.json"))
     _write(files, target, cancelled)

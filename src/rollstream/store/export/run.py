@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
-from rollstream.store.batch import file_rows, seal_journal
+from rollstream.store.batch import file_rows, require_intact, seal_journal
 from rollstream.store.export.dataproto import (
     DataProtoOptions,
     ImageInputs,
@@ -136,10 +136,18 @@ def export_run(
         else:
             lock.close()  # what is done so far can be read while the run goes on
         artifact = paths.artifact
-        if not (finished and is_current(paths, manifest.run_id)):
+        if not (finished and is_current(paths, manifest.run_id) and (is_ours or _is_intact(artifact))):
             artifact = stack.enter_context(_merged_copy(paths, manifest, target, status))
         rows = write_export(artifact, name, target, manifest, root=root, options=options, images=images)
         return Export(target, rows, status)
+
+
+def _is_intact(artifact: Path) -> bool:
+    try:
+        require_intact(artifact)
+    except DamageError:
+        return False
+    return True
 
 
 def _take_lock(root: Path, stack: ExitStack, *, needed: bool) -> bool:
