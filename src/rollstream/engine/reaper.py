@@ -22,6 +22,7 @@ over one is ended with all that is below it, and the reaper says so and ends wit
 import ctypes
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -64,7 +65,7 @@ class Bounds:
 
     Args:
         grace: seconds to tidy up after SIGTERM.
-        memory: bytes, resident and the processes' own, summed; for each process also of writable address space.
+        memory: bytes, see `_memory_use`; for each process also of writable address space.
         processes: at once.
         disk: bytes in `folder`; also of one file at once.
         folder: where the command writes.
@@ -145,7 +146,7 @@ class _Watch:
         pids = _descendants(os.getpid()) if bounds.memory or bounds.processes else []
         if bounds.processes is not None and len(pids) > bounds.processes:
             return f"it has {len(pids)} processes, and may have {bounds.processes}"
-        if bounds.memory is not None and (used := sum(map(_own_memory, pids))) > bounds.memory:
+        if bounds.memory is not None and (used := _memory_use(pids)) > bounds.memory:
             return f"it uses {used >> 20} MiB of memory, and may use {bounds.memory >> 20}"
         now = time.monotonic()
         if bounds.disk is not None and now >= self._next_walk:
@@ -176,12 +177,26 @@ def _descendants(root: int) -> list[int]:
     return found
 
 
-def _own_memory(pid: int) -> int:
-    try:
-        fields = Path(f"/proc/{pid}/statm").read_bytes().split()
-    except OSError:
-        return 0
-    return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
+def _memory_use(pids: list[int]) -> int:
+    """Bytes of memory that is no copy of a file on a disk; what processes share counts in each of them."""
+    used = 0
+    memfds: dict[int, int] = {}  # written to, they need not be mapped
+    for pid in pids:
+        try:
+            status = Path(f"/proc/{pid}/status").read_bytes()
+            descriptors = os.listdir(f"/proc/{pid}/fd")
+        except OSError:  # it has just ended
+            continue
+        used += sum(int(kilobytes) << 10 for kilobytes in re.findall(rb"Rss(?:Anon|Shmem):\s*(\d+)", status))
+        for name in descriptors:
+            path = f"/proc/{pid}/fd/{name}"
+            try:
+                if os.readlink(path).startswith("/memfd:"):
+                    file = os.stat(path)
+                    memfds[file.st_ino] = file.st_blocks * 512
+            except OSError:  # it has just been closed
+                continue
+    return used + sum(memfds.values())
 
 
 def _disk_use(folder: str) -> tuple[int, int]:
