@@ -263,7 +263,7 @@ class GatewaySettings:
     train_side_calls: bool
     max_calls: Count
     max_bytes: Count
-    sandbox: Literal["none", "bubblewrap", "docker", "podman", "apptainer"]
+    sandbox: Literal["none", "bubblewrap", "docker", "podman"]
     image: Text | None
     mounts: list[Text]
     network: Literal["auto", "gateway", "host"]

@@ -184,15 +184,14 @@ def _memory_use(pids: list[int]) -> int:
     for pid in pids:
         try:
             status = Path(f"/proc/{pid}/status").read_bytes()
-            descriptors = os.listdir(f"/proc/{pid}/fd")
+            descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
         except OSError:  # it has just ended
             continue
         used += sum(int(kilobytes) << 10 for kilobytes in re.findall(rb"Rss(?:Anon|Shmem):\s*(\d+)", status))
-        for name in descriptors:
-            path = f"/proc/{pid}/fd/{name}"
+        for descriptor in descriptors:
             try:
-                if os.readlink(path).startswith("/memfd:"):
-                    file = os.stat(path)
+                if str(descriptor.readlink()).startswith("/memfd:"):
+                    file = descriptor.stat()
                     memfds[file.st_ino] = file.st_blocks * 512
             except OSError:  # it has just been closed
                 continue

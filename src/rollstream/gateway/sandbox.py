@@ -52,6 +52,13 @@ _PORT = 8_383
 
 _OPEN_FILES = 4_096
 
+_NOBODY = 65_534
+"""User and group of a sandboxed program where rollstream is root. The kernel lets its root write to /proc/sys
+whatever capabilities it has given up, and in whatever user namespace."""
+
+_DROPPING = ("SETUID", "SETGID", "SETPCAP", "DAC_READ_SEARCH")
+"""Capabilities of root to go into that user's folder and become it, losing all of them."""
+
 _COMMAND_S = 60.0
 """For one command of a container engine."""
 
@@ -74,7 +81,7 @@ class SandboxError(TransientError):
 class SandboxOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Which sandbox. Sizes in bytes, None is no limit."""
 
-    kind: Literal["none", "bubblewrap", "docker", "podman", "apptainer"] = "none"
+    kind: Literal["none", "bubblewrap", "docker", "podman"] = "none"
     image: str | None = None
     mounts: tuple[str, ...] = ()
     network: Literal["gateway", "host"] = "host"
@@ -92,7 +99,7 @@ class SandboxOptions(msgspec.Struct, frozen=True, kw_only=True):
                 "gateway.network=gateway: a program without a sandbox reaches whatever this machine does; set "
                 "gateway.sandbox=bubblewrap, or one of containers"
             )
-        if (kind in ("docker", "podman", "apptainer")) != (settings.image is not None):
+        if (kind in ("docker", "podman")) != (settings.image is not None):
             needed = f"gateway.sandbox={kind} needs gateway.image"
             raise ConfigError(needed if settings.image is None else f"gateway.image: {kind} takes none")
         if kind == "none" and settings.mounts:
@@ -185,15 +192,30 @@ class LocalSandbox:
         self._socket = socket
         self._name = f"rollstream-{uuid4().hex[:16]}"
         self._words = _KINDS[options.kind]
+        self._user, self._group = os.getuid(), os.getgid()
+        if self._user == 0 and options.kind != "none":
+            self._user = self._group = _NOBODY
 
     @property
     def _own_network(self) -> bool:
         return self._options.network == "gateway"
 
     async def start(self, gateway: str | None) -> str:
+        self._make_folders()
+        return f"http://127.0.0.1:{_PORT}" if self._own_network else gateway or ""
+
+    def _make_folders(self) -> None:
         for name in ("work", "io", "home", "tmp"):
             (self._root / name).mkdir(parents=True, exist_ok=True, mode=0o700)
-        return f"http://127.0.0.1:{_PORT}" if self._own_network else gateway or ""
+            self._hand_over(self._root / name)
+        self._hand_over(self._work)
+        if self._socket is not None:
+            self._hand_over(self._socket)
+
+    def _hand_over(self, file: Path | int) -> None:
+        """Makes a file or folder of rollstream's the program's."""
+        if self._user != os.getuid():
+            os.chown(file, self._user, self._group)
 
     @property
     def _in_container(self) -> bool:
@@ -293,6 +315,7 @@ class LocalSandbox:
                 os.unlink(name, dir_fd=folder)
             file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
             with os.fdopen(file, "wb") as stream:
+                self._hand_over(file)
                 stream.write(data)
 
     async def get(self, path: str, most: int) -> bytes | None:
@@ -341,20 +364,32 @@ class LocalSandbox:
     def _bubblewrap(
         self, command: Sequence[str], env: Mapping[str, str]
     ) -> tuple[list[str], Mapping[str, str]]:
-        words = ["bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-        words += ["--share-net"] if not self._own_network else []
-        words += ["--proc", "/proc", "--dev", "/dev", "--size", str(64 << 20), "--tmpfs", "/dev/shm"]
-        words += ["--bind", f"{self.root}/tmp", "/tmp"]
+        words = ["bwrap", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+        if as_root := self._user != os.getuid():
+            # A user namespace would know only one user. bwrap mounts as root, which opens each folder; then the
+            # program becomes another user, and cannot come back: bwrap sets "no new privileges".
+            words += ["--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
+            words += ["--unshare-net"] if self._own_network else []
+            words += [word for name in _DROPPING for word in ("--cap-add", f"CAP_{name}")]
+        else:
+            words += ["--unshare-all", *([] if self._own_network else ["--share-net"])]
+        words += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
+        words += ["--size", str(64 << 20), "--perms", "1777", "--tmpfs", "/dev/shm"]
+        words += ["--dir", "/tmp", "--bind", f"{self.root}/tmp", "/tmp"]
         for path in _SEEN:
             if Path(path).is_symlink():
                 words += ["--symlink", str(Path(path).readlink()), path]
             else:
                 words += ["--ro-bind-try", path, path]
         for path in (*(f"/etc/{name}" for name in _SEEN_OF_ETC), sys.base_prefix, sys.prefix):
-            words += ["--ro-bind-try", path, path]
+            words += [*_parents(path), "--ro-bind-try", path, path]
         for source, target, writable in self._mounts(command):
-            words += ["--bind" if writable else "--ro-bind", source, target]
+            words += [*_parents(target), "--bind" if writable else "--ro-bind", source, target]
         words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", str(self._work), "--"]
+        if as_root:
+            words += [shutil.which("setpriv") or "setpriv", "--clear-groups"]
+            words += [f"--reuid={self._user}", f"--regid={self._group}"]
+            words += ["--inh-caps=-all", "--ambient-caps=-all", "--bounding-set=-all"]
         return [*words, *command], env
 
     def _docker(self, command: Sequence[str], env: Mapping[str, str]) -> tuple[list[str], Mapping[str, str]]:
@@ -366,7 +401,7 @@ class LocalSandbox:
         words += ["--tmpfs", "/tmp:size=64m"]
         if options.kind == "podman" and os.getuid() != 0:
             words += ["--userns", "keep-id"]
-        words += ["--user", f"{os.getuid()}:{os.getgid()}", "--ulimit", "core=0"]
+        words += ["--user", f"{self._user}:{self._group}", "--ulimit", "core=0"]
         for limit, name in ((options.memory, "memory"), (options.processes, "pids-limit")):
             words += [f"--{name}", str(limit)] if limit is not None else []
         for limit, name in ((options.disk, "fsize"), (options.cpu, "cpu")):
@@ -379,21 +414,6 @@ class LocalSandbox:
             words += ["--env", f"{name}={env[name]}" if name == "HOME" else name]
         outer = {**os.environ, **inner, "HOME": os.environ.get("HOME", "/")}
         return [*words, options.image, *command[1:]], outer
-
-    def _apptainer(
-        self, command: Sequence[str], env: Mapping[str, str]
-    ) -> tuple[list[str], Mapping[str, str]]:
-        options = self._options
-        assert options.image is not None
-        words = ["apptainer", "exec", "--containall", "--cleanenv", "--no-home", "--no-privs"]
-        words += ["--net", "--network", "none"] if self._own_network else []
-        words += ["--pwd", str(self._work)]
-        for limit, name in ((options.memory, "memory"), (options.processes, "pids-limit")):
-            words += [f"--{name}", str(limit)] if limit is not None else []
-        for source, target, writable in self._mounts(command):
-            words += ["--bind", f"{source}:{target}:{'rw' if writable else 'ro'}"]
-        outer = {f"APPTAINERENV_{name}": value for name, value in env.items() if name != "PATH"}
-        return [*words, options.image, *command], {**os.environ, **outer}
 
     def _mounts(self, command: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
         """What a command sees besides the system: from, to, writable."""
@@ -411,10 +431,15 @@ _KINDS = {
     "bubblewrap": LocalSandbox._bubblewrap,
     "docker": LocalSandbox._docker,
     "podman": LocalSandbox._docker,
-    "apptainer": LocalSandbox._apptainer,
 }
-_OWN_PROCESSES = {"none": 0, "bubblewrap": 3, "apptainer": 4}
+_OWN_PROCESSES = {"none": 0, "bubblewrap": 3}
 """Of a sandbox itself."""
+
+
+def _parents(path: str) -> Iterator[str]:
+    """Words for the folders above a mount, which bwrap itself makes for its own user alone."""
+    for folder in reversed(Path(path).parents[:-1]):
+        yield from ("--dir", str(folder))
 
 
 async def _read_end(descriptor: int, tail: bytearray) -> None:
@@ -501,13 +526,16 @@ def check_sandbox(options: SandboxOptions) -> None:
     elif options.kind == "bubblewrap":
         with tempfile.TemporaryDirectory() as folder:
             sandbox = LocalSandbox(options, Path(folder))
-            for name in ("work", "io", "home", "tmp"):
-                (Path(folder) / name).mkdir()
-            said = _said(sandbox._bubblewrap(["true"], {})[0])
+            try:
+                sandbox._make_folders()
+                said = _said(sandbox._bubblewrap([sys.executable, "-I", "-S", "-c", ""], {})[0])
+            except OSError as error:  # a root that has no other users
+                said = str(error)
         if said is not None:
             raise ConfigError(
                 f"gateway.sandbox=bubblewrap does not work on this machine (it says: {said}): it needs user "
-                "namespaces, which containers and some systems forbid"
+                "namespaces, which containers and some systems forbid; under root setpriv, and a Python that "
+                "everybody may run"
             )
 
 
