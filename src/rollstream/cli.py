@@ -4,7 +4,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from rollstream.stderr_log import at_work
 from rollstream.view import command as view
 
 if TYPE_CHECKING:
+    from rollstream.buffer.export import BufferRun
     from rollstream.store.summary import FailureCause
 
 _CAUSES_SHOWN = 10
@@ -173,7 +174,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     prune.add_argument("--yes", action="store_true", help="delete")
 
-    export = add("export", _export, "write a run's trajectories in another format")
+    export = add("export", _export, "write the trajectories of a run or a buffer in another format")
     export.add_argument("run_dir", type=Path)
     export.add_argument(
         "--format",
@@ -192,6 +193,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="overwrite FILE if it exists (the run directory's own export is always made anew)",
     )
+    buffer.add_selection(export)
     sft = export.add_argument_group("sft", "examples for supervised fine-tuning, a line each, none twice")
     sft.add_argument("--best", type=int, metavar="N", help="the N best of each prompt (default: all)")
     sft.add_argument("--min-reward", type=float, metavar="X", help="only those with at least this reward")
@@ -256,11 +258,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     judged = add(
         "eval",
-        evaluation.run,
+        _eval,
         "judge runs: mean reward with its interval, pass@k, rates; compare them prompt by prompt",
         epilog=evaluation.EPILOG,
     )
     evaluation.add_arguments(judged)
+    buffer.add_selection(judged)
 
     scored = add(
         "score",
@@ -430,12 +433,17 @@ def _export(options: argparse.Namespace) -> int:
         if options.format != "zip":
             raise ConfigError("--upload takes a zip: --format zip")
         check_upload(options.upload)
+    address = buffer.buffer_address(options.run_dir)
+    if address is None and (options.state or options.job):
+        raise ConfigError(f"--state and --job choose from a buffer, which {options.run_dir} is not")
+    if address is not None and options.upload:
+        raise ConfigError("--upload takes the zip of a run")
     if options.format == "dataproto":
         from rollstream.generation.exports import run_pad_id
 
         pad_id = options.pad_token_id
         dataproto = DataProtoOptions(
-            pad_token_id=run_pad_id(options.run_dir) if pad_id is None else pad_id,
+            pad_token_id=pad_id or 0 if pad_id is not None or address else run_pad_id(options.run_dir),
             max_rows_per_file=options.max_rows_per_file,
             prompt_width=options.prompt_width,
             response_width=options.response_width,
@@ -446,23 +454,68 @@ def _export(options: argparse.Namespace) -> int:
         SftOptions(options.best, options.min_reward, options.tokens),
         PreferenceOptions(options.pairs, options.min_margin or 0.0),
     )
-    done = export_run(
-        *(options.run_dir, options.format, options.output),
-        force=options.force,
-        options=chosen,
-        images=partial(run_images, options.run_dir),
-    )
+    notes: list[str] = []
+    damage: list[str] = []
+    if address is None:
+        done = export_run(
+            *(options.run_dir, options.format, options.output),
+            force=options.force,
+            options=chosen,
+            images=partial(run_images, options.run_dir),
+        )
+    else:
+        from rollstream.buffer.export import export_buffer
+
+        which = {"state": options.state, "job": options.job}
+        done, run = export_buffer(
+            *(address, options.format, options.output, chosen), force=options.force, **which
+        )
+        notes, damage = run.notes, run.damage
     print(f"wrote {', '.join(str(path) for path in done.files)} ({done.rows} rows)")
-    if not done.finished:
-        total = "?" if done.status.total is None else done.status.total
-        print(f"{done.status.completed} of {total} rollouts done; the run is unfinished")
+    if (status := done.status) is not None and not status.finished:
+        total = "?" if status.total is None else status.total
+        notes = [f"{status.completed} of {total} rollouts done; the run is unfinished"]
+    for note in notes:
+        print(note)
     if options.push is not None:
         print(f"pushed to {push_folder(done.target, options.push, public=options.public)}")
     if options.upload:
         from rollstream.generation.upload import upload_file
 
         print(f"uploaded: {upload_file(options.run_dir, done.target, options.upload)}")
-    return 0
+    return _say_damage(damage)
+
+
+def _say_damage(lines: Sequence[str]) -> int:
+    """Returns the exit code."""
+    for line in lines:
+        print(f"damaged: {line}", file=sys.stderr)
+    return 1 if lines else 0
+
+
+def _eval(options: argparse.Namespace) -> int:
+    runs: dict[str, BufferRun] = {}
+    with ExitStack() as stack:
+
+        def run_at(place: Path) -> Path:
+            if (address := buffer.buffer_address(place)) is None:
+                return place
+            from rollstream.buffer.export import buffer_as_run
+
+            if address not in runs:
+                run = buffer_as_run(address, state=options.state, job=options.job)
+                runs[address] = stack.enter_context(run)
+            return runs[address].paths.root
+
+        options.runs = [run_at(place) for place in options.runs]
+        if options.no_worse_than is not None:
+            options.no_worse_than = run_at(options.no_worse_than)
+        if not runs and (options.state or options.job):
+            raise ConfigError("--state and --job choose from a buffer, and there is none")
+        code = evaluation.run(options, {str(run.paths.root): name for name, run in runs.items()})
+        for note in (note for run in runs.values() for note in run.notes):
+            print(f"note: {note}", file=sys.stderr)
+        return max(code, _say_damage([line for run in runs.values() for line in run.damage]))
 
 
 def _merge(options: argparse.Namespace) -> int:
@@ -492,7 +545,7 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
-_SILENT = (_status, _validate, _prune, _export, _merge, _show, evaluation.run)
+_SILENT = (_status, _validate, _prune, _export, _merge, _show, _eval)
 """Commands that say nothing until they are done."""
 
 

@@ -210,8 +210,7 @@ class AsyncBufferClient(AbstractAsyncContextManager["AsyncBufferClient"]):
         return await self._list("groups", limit=limit, after=after, **which)
 
     async def group(self, id: int) -> Record:
-        group = await self._call(f"/v1/groups/{id}")
-        return {**group, "items": [_with_arrays(item) for item in group["items"]]}
+        return await self._call(f"/v1/groups/{id}")
 
     async def quarantine(self, limit: int = 1000, after: int = 0) -> list[Record]:
         """Groups that a hook could not judge or finish, each with its `traceback`."""

@@ -1,6 +1,7 @@
 """`rollstream buffer serve | status | show`. What is heavy is imported when a command runs."""
 
 import argparse
+import re
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import fields
@@ -40,6 +41,9 @@ such group, or the database is damaged.
 """
 
 _LEAST = {"max_groups_per_read": 1, "max_buffer_size": 1, "archive_bytes": 0}
+
+STATES = ("open", "judging", "ready", "leased", "quarantined", "delivered", "dropped")
+"""Of a group."""
 
 _SECONDS = (0.1, 30 * 86_400)
 """The least and the most of --lease-seconds and --hook-seconds."""
@@ -126,8 +130,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "group", nargs="?", type=_number, metavar="GROUP", help="number of a group: its items"
     )
-    states = ("open", "judging", "ready", "leased", "quarantined", "delivered", "dropped")
-    parser.add_argument("--state", choices=states)
+    parser.add_argument("--state", choices=STATES)
     parser.add_argument("--task", metavar="TASK")
     parser.add_argument("--job", metavar="ID")
     parser.add_argument("--limit", type=_number, default=20, metavar="N", help="(default: %(default)s)")
@@ -330,13 +333,14 @@ def _ask(options: argparse.Namespace, question: Callable[[Any], Awaitable[Any]])
     import asyncio
 
     async def ask() -> Any:
-        async with _opened(options.buffer) as buffer:
+        async with opened(options.buffer) as buffer:
             return await question(buffer)
 
     return asyncio.run(ask())
 
 
-def _opened(where: str) -> Any:
+def opened(where: str) -> Any:
+    """What answers the calls that look at a buffer, given by its server's URL or its folder; to be entered."""
     if where.startswith(("http://", "https://")):
         from rollstream.buffer.client import AsyncBufferClient
 
@@ -344,3 +348,24 @@ def _opened(where: str) -> Any:
     from rollstream.buffer.folder import BufferFolder
 
     return BufferFolder(Path(where))
+
+
+# -- for the commands that read runs
+
+
+def buffer_address(place: Path) -> str | None:
+    """The buffer that a path means, which may be a URL; None: it is something else."""
+    from rollstream.buffer.store.sqlite import FILE
+
+    if (url := re.match("(https?):/+", str(place))) is not None:  # a path has one slash where a URL has two
+        return f"{url[1]}://{str(place)[url.end() :]}"
+    return str(place) if (place / FILE).is_file() and not (place / "run.json").exists() else None
+
+
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """Options that choose from a buffer's groups."""
+    group = parser.add_argument_group("of a buffer", "DIR may be its folder, or the URL of its server")
+    group.add_argument(
+        "--state", choices=STATES, help="of a buffer, only groups in this state (default: all)"
+    )
+    group.add_argument("--job", metavar="ID", help="of a buffer, only groups of this job")

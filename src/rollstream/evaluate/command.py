@@ -5,8 +5,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rollstream.errors import ConfigError
@@ -37,7 +38,11 @@ Columns = dict[str, Callable[[Report], str]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `eval`."""
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="DIR", help="run, folder of runs, shards, exported Parquet file"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        help="run, folder of runs, shards, exported Parquet file, buffer",
     )
     parser.add_argument(
         "--by",
@@ -90,11 +95,11 @@ def _margin(text: str) -> float:
     return value
 
 
-def run(options: argparse.Namespace) -> int:
-    """Executes a parsed command line. Raises `ConfigError`."""
+def run(options: argparse.Namespace, names: Mapping[str, str] = MappingProxyType({})) -> int:
+    """Executes a parsed command line; `names`: what to call runs, by their folders. Raises `ConfigError`."""
     import orjson
 
-    report = _report(options)
+    report = _report(options, names)
     if options.format == "json":
         said = orjson.dumps(report, option=orjson.OPT_INDENT_2).decode() + "\n"
     else:
@@ -111,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if report["missed"] or damage else 0
 
 
-def _report(options: argparse.Namespace) -> Report:
+def _report(options: argparse.Namespace, names: Mapping[str, str]) -> Report:
     """All that is said, as JSON has it. Raises `ConfigError`."""
     import msgspec
 
@@ -133,7 +138,7 @@ def _report(options: argparse.Namespace) -> Report:
     how = options.solved_at, None if options.k is None else sorted(set(options.k))
     report: Report = {"runs": [], "by": [], "comparisons": [], "missed": []}
     against: tuple[str, Samples] | None = None
-    for run in read_runs(places):
+    for run in read_runs(places, names):
         samples, damage = run.samples, run.rows.damage
         if options.missing_as is not None:
             samples = samples.with_missing(options.missing_as)

@@ -1,9 +1,10 @@
 """Rollouts as they are judged: an entry each, of a run on the disk or of a loop of one's own."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -148,19 +149,20 @@ class JudgedRun:
         return self.total is not None and len(self.samples) < self.total
 
 
-def read_runs(places: Iterable[Path]) -> Iterator[JudgedRun]:
+def read_runs(places: Iterable[Path], names: Mapping[str, str] = MappingProxyType({})) -> Iterator[JudgedRun]:
     """The runs at some places, finished or being written; each is read when its turn comes.
 
     Args:
         places: run directories, folders of them (in the order of the numbers in their names), exported Parquet
             files. Shards of a run are one run.
+        names: what to call runs, by their folders; others are called as their folders.
 
     Raises:
         ConfigError: there is no run at one of them.
         RunDirectoryError: a `run.json` cannot be read.
     """
     for name, parts in find_runs(places):
-        yield _read_run(name, parts)
+        yield _read_run(names.get(name, name), parts)
 
 
 def find_runs(places: Iterable[Path]) -> list[tuple[str, list[Part]]]:

@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
+from rollstream.buffer.command import opened
 from rollstream.errors import ConfigError, DamageError, NotFoundError, RunDirectoryError, StorageError
 from rollstream.evaluate.metrics import SOLVED_AT
 from rollstream.store.columns import Array, RunColumns
@@ -297,13 +298,7 @@ class ViewServer:
 
     def _open_buffer(self, request: Request) -> Any:
         where = self._sources.get(request.params["id"], BufferSource).address
-        if where.startswith(("http://", "https://")):
-            from rollstream.buffer.client import AsyncBufferClient
-
-            return AsyncBufferClient(where, give_up_after=5.0)
-        from rollstream.buffer.folder import BufferFolder
-
-        return BufferFolder(Path(where))
+        return opened(where)
 
     async def _buffer(self, request: Request) -> web.Response:
         async with self._open_buffer(request) as buffer:

@@ -122,7 +122,8 @@ async def test_writes_and_reads(buffer: Served, client: AsyncBufferClient, kind:
     (read,) = lease.groups
     assert (read.instance_id, read.task_type, read.job, read.timed_out) == (7, "", None, False)
     assert lease.meta_info["finished_groups"] == [7] and lease.failures == lease.notices == []
-    for one in (*read.items, *(await client.group(read.id))["items"]):
+    assert (await client.group(read.id))["items"][0]["prompt_ids"] == [1, 2]
+    for one in read.items:
         assert one["prompt_ids"] == array("i", [1, 2]) and one["response_mask"] == array("b", [1])
         assert one["response_logprobs"] == array("f", [-0.5])
     assert (await client.extend(lease.id, 50))["lease_seconds"] == 50

@@ -248,7 +248,7 @@ def _survey(
         for what in longest:
             lengths = pc.list_value_length(table[f"{what}_ids"])
             if what == "prompt" and pc.min(lengths).as_py() == 0:
-                raise ConfigError(f"{artifact} has text without token ids: the run had no tokenizer")
+                raise ConfigError(f"{artifact} has trajectories without token ids")
             longest[what] = max(longest[what], pc.max(lengths).as_py() or 0)
             tokens += pc.sum(lengths).as_py() or 0
         without_logprobs += table["response_logprobs"].null_count

@@ -108,9 +108,7 @@ def export_sft(
                     yield (row["messages"], shown), {"messages": row["messages"], **shown, **_said(row)}
                     continue
                 if not row["prompt_ids"]:
-                    raise ConfigError(
-                        f"{artifact} has text without token ids: the run had no tokenizer. Leave --tokens away"
-                    )
+                    raise ConfigError(f"{artifact} has trajectories without token ids: leave --tokens away")
                 mask = [0] * len(row["prompt_ids"]) + row["response_mask"]
                 ids = row["prompt_ids"] + row["response_ids"]
                 yield (ids, mask), {"input_ids": ids, "assistant_masks": mask, **_said(row)}

@@ -63,8 +63,8 @@ class Export:
     """As asked for; a DataProto of several files has theirs beside it."""
     rows: int
     """Trajectories in `target`."""
-    status: RunStatus
-    """Of the run, when it was exported."""
+    status: RunStatus | None
+    """Of the run, when it was exported; None: of a buffer."""
 
     @property
     def files(self) -> list[Path]:
@@ -74,7 +74,7 @@ class Export:
     @property
     def finished(self) -> bool:
         """Whether the run was at its end."""
-        return self.status.finished
+        return self.status is None or self.status.finished
 
 
 def export_run(
@@ -109,7 +109,7 @@ def export_run(
     own = root / FILE_NAMES[name]
     target = output or own
     in_run = target.resolve() == own.resolve()
-    _check_output(root, target, own, name, force=force)
+    check_output(root, target, own, name, force=force)
     with ExitStack() as stack:
         lock = stack.enter_context(ExitStack())
         is_ours = _take_lock(root, lock, needed=in_run)
@@ -163,13 +163,12 @@ def _take_lock(root: Path, stack: ExitStack, *, needed: bool) -> bool:
     return os.access(root, os.W_OK)
 
 
-def _check_output(root: Path, target: Path, own: Path, name: str, *, force: bool) -> None:
+def check_output(root: Path, target: Path, own: Path, name: str, *, force: bool) -> None:
+    """Raises `ConfigError` when `target` must not be written: `own` is what may be in the folder `root`."""
     place = target.resolve()
     if place.is_relative_to(root.resolve()):
         if place != own.resolve():
-            raise ConfigError(
-                f"--output {target} is inside the run directory, where only {own.name} may be written"
-            )
+            raise ConfigError(f"--output {target} is inside {root}, where only {own.name} may be written")
         return
     if name == "hf":
         check_replaceable(target)

@@ -81,7 +81,7 @@ def test_what_cannot_be_an_example_says_so_and_leaves_what_was_there(tmp_path: P
     for groups, options, why in [
         (GROUPS, SftOptions(min_reward=2.0), "high enough"),
         (GROUPS, SftOptions(best=0), "--best must be at least 1"),
-        ([[text]], SftOptions(tokens=True), "no tokenizer"),
+        ([[text]], SftOptions(tokens=True), "without token ids"),
         ([[answered("a", None)]], SftOptions(), "no rollout has a reward"),
     ]:
         with pytest.raises(ConfigError, match=why):
