@@ -195,8 +195,9 @@ class AsyncBufferClient(AbstractAsyncContextManager["AsyncBufferClient"]):
         """Drops what a job that has ended left unread; returns how many groups."""
         return int((await self._call(f"/v1/jobs/{quote(id, '')}/drop", {}))["groups"])
 
-    async def jobs(self) -> list[Record]:
-        return await self._list("jobs")
+    async def jobs(self, limit: int = 1000, after: int = 0) -> list[Record]:
+        """Jobs without their payloads, oldest first, from the one behind the `number` `after`."""
+        return await self._list("jobs", limit=limit, after=after)
 
     async def dropped(self, limit: int = 1000, after: int = 0) -> list[Record]:
         """Groups that left undelivered, oldest first, from the one behind `after`."""

@@ -8,7 +8,7 @@ import msgspec
 from rollstream.buffer.generator_files import GeneratorFiles
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.reads import TaskPolicy
-from rollstream.buffer.store.base import described
+from rollstream.buffer.store.base import described, listed
 from rollstream.buffer.store.sql import SqlStore
 from rollstream.buffer.store.sqlite import FILE, SqliteDriver
 from rollstream.errors import NotFoundError, RunDirectoryError
@@ -32,7 +32,7 @@ class BufferFolder:
 
     async def stats(self) -> dict[str, Any]:
         jobs = await self._store.jobs()
-        found = {"store": await self._store.stats(), "job": jobs[-1] if jobs else None}
+        found = {"store": await self._store.stats(), "job": listed(jobs[-1]) if jobs else None}
         return msgspec.to_builtins(found)  # type: ignore[no-any-return]
 
     async def groups(

@@ -12,11 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rollstream.errors import ConfigError
 
 _MAX_KEYS = 256
 """To compare an unknown one with the known ones takes about 0.1 ms."""
 _MAX_COUNT = 2**31 - 1
+_SHORT = 1000
 
 _REPLACED = ("remote_buffer_url", "rollstream")
 """The server puts its own in their place."""
@@ -172,6 +175,15 @@ class PayloadRules:
             if name not in self._tools:
                 known = ", ".join(sorted(self._tools)) or "none, the server has no --tools FILE"
                 raise ConfigError(f"tools: {name!r:.100} is not known. Known: {known}")
+
+
+def remainder(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of the payload of a job that never goes on: known parameters of few bytes."""
+    return {
+        key: value
+        for key, value in payload.items()
+        if key in _PARAMETERS and len(msgspec.json.encode(value)) <= _SHORT
+    }
 
 
 def _unknown_keys(payload: Mapping[str, Any]) -> list[str]:

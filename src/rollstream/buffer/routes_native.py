@@ -10,7 +10,7 @@ from msgspec import Meta
 from rollstream.buffer.items import MAX_ITEMS, MAX_TEXT, Encoding
 from rollstream.buffer.reads import Form, Ready, Scope
 from rollstream.buffer.service import Service
-from rollstream.buffer.store.base import GroupState, JobRecord, Stats, Wanted, described
+from rollstream.buffer.store.base import GroupState, JobRecord, Stats, Wanted, described, listed
 from rollstream.web import Handler, HTTPError, Request, Route
 
 MOST_GROUPS: Final = 1024
@@ -97,7 +97,7 @@ class LeaseQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class StatsAnswer(msgspec.Struct, kw_only=True):
     store: Stats
-    job: JobRecord | None
+    job: dict[str, Any] | None
     failures: list[dict[str, Any]]
     held_writes: int
     waiting_reads: int
@@ -129,7 +129,7 @@ class NativeRoutes:
             post("/v1/leases/{lease}/extend", self.extend, "More time", body=Extend),
             post("/v1/consumers/{consumer}/release", self.release, "Gives back all leases of a reader"),
             post("/v1/jobs", self.start_job, "Starts a job, or goes on with it"),
-            get("/v1/jobs", self.list_jobs, "All jobs, oldest first"),
+            get("/v1/jobs", self.list_jobs, "Jobs without their payloads, oldest first", **lists),
             get(job, self.one_job, "One job", **record),
             post(f"{job}/stop", self.stop_job, "Ends its generator", **record),
             post(f"{job}/drop", self.drop_job, "Drops what nobody has read of it"),
@@ -257,7 +257,9 @@ class NativeRoutes:
         return {**msgspec.to_builtins(record), "warnings": warnings}
 
     async def list_jobs(self, request: Request) -> Any:
-        return {"jobs": await self._store.jobs()}
+        asked = request.arguments(ListQuery)
+        records = [one for one in await self._store.jobs() if one.number > asked.after]
+        return {"jobs": list(map(listed, records[: asked.limit]))}
 
     async def one_job(self, request: Request) -> JobRecord:
         for record in await self._store.jobs():
@@ -327,9 +329,10 @@ class NativeRoutes:
         return {"groups": await self._store.drop(asked.groups, "quarantined")}
 
     async def stats(self, request: Request) -> StatsAnswer:
+        last = self._store.last_job
         return StatsAnswer(
             store=await self._store.stats(),
-            job=self._store.last_job,
+            job=listed(last) if last is not None else None,
             failures=await self._service.failures(Scope(None, None)),
             held_writes=self._service.held_writes,
             waiting_reads=self._service.reads.waiting,

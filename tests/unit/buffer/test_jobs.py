@@ -29,10 +29,10 @@ class FailingDriver(ClockedDriver):
     lost: Exception | None = None
     """What reads raise, too."""
 
-    async def transaction(self, work: Callable[[Tx], Awaitable[Any]]) -> Any:
+    async def transaction(self, work: Callable[[Tx], Awaitable[Any]], size: int = 0) -> Any:
         if error := self.lost or self.away:
             raise error
-        return await super().transaction(work)
+        return await super().transaction(work, size)
 
     async def read(self, work: Callable[[Tx], Awaitable[Any]]) -> Any:
         if self.lost:

@@ -190,15 +190,27 @@ async def test_what_a_job_expects_is_changed_alone_and_stays(open_store: OpenSto
             await store.expect("nobody", 1)
 
 
-async def test_a_replaced_job_keeps_no_list_of_what_it_skips(open_store: OpenStore) -> None:
+async def test_a_replaced_job_keeps_little_of_its_payload(open_store: OpenStore) -> None:
     async with open_store() as store, open_store() as other:
-        old = msgspec.structs.replace(new_job(1), payload={"a": 1, "skip_instance_ids": [1, 2]})
+        kept = {"group_size": 2, "input_file": "/prompts"}
+        more = {"own": "x", "skip_instance_ids": [*range(1000)], "tools": ["x" * 1000]}
+        old = msgspec.structs.replace(new_job(1), payload={**kept, **more})
         assert await store.save_job(old) == old
         new = await store.save_job(msgspec.structs.replace(old, id="j2", number=0))
         assert new.payload == old.payload and new.number == 2
         await store.save_job(msgspec.structs.replace(old, state="stopped"))
-        assert [one.payload["skip_instance_ids"] for one in await store.jobs()] == [[], [1, 2]]
+        assert [one.payload for one in await store.jobs()] == [kept, old.payload]
         assert await store.live_jobs() == [new] == await other.live_jobs()
+
+
+async def test_records_of_jobs_without_groups_are_kept_only_so_far_back(open_store: OpenStore) -> None:
+    async with open_store() as store:
+        await store.save_job(new_job(1))
+        await store.write([item("a", 1)])
+        for number in range(2, 110):
+            await store.save_job(msgspec.structs.replace(new_job(number), number=0))
+        numbers = [one.number for one in await store.jobs()]
+        assert numbers[:3] == [1, 9, 10] and len(numbers) == 102
 
 
 @pytest.mark.parametrize("many", [3_000, pytest.param(70_000, marks=pytest.mark.soak)])

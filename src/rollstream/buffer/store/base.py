@@ -31,7 +31,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, rename={"task": "task
     """The store counts jobs: later ones have larger numbers, whatever the clock says."""
     task: str
     payload: dict[str, Any]
-    """Checked, as `PayloadRules.check` gives it."""
+    """Checked, as `PayloadRules.check` gives it. Of a job that another one replaced: what `remainder` leaves."""
     state: JobState
     started: float
     """Unix time."""
@@ -41,6 +41,13 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, rename={"task": "task
     traceback: str = ""
     expected: int | None = None
     """Items that it will write, where its generator says so."""
+
+
+def listed(record: JobRecord) -> dict[str, Any]:
+    """A job for lists: without its payload, which may be large."""
+    fields: dict[str, Any] = msgspec.to_builtins(record)
+    del fields["payload"]
+    return fields
 
 
 class Group(

@@ -27,6 +27,7 @@ import orjson
 
 from rollstream.buffer.groups import StoredItem, drop_reason, judge_rewards
 from rollstream.buffer.items import InstanceId, Item, plain_item
+from rollstream.buffer.payload_rules import remainder
 from rollstream.buffer.store.base import (
     Acked,
     Change,
@@ -119,6 +120,10 @@ _LEASES_KEPT_S: Final = 7 * 86_400.0
 
 
 _FULL: Final = "no room on the disk for items: what is left is for reads and acks; nothing of this was stored"
+
+
+_JOBS_KEPT: Final = 100
+"""Records of earlier jobs are kept so far back, and as long as groups of theirs are known."""
 
 
 class Tx(Protocol):
@@ -902,6 +907,10 @@ class SqlStore:
         if (known := await _job(session.tx, record.id)) is None:
             for (text,) in await session.tx.rows("SELECT record FROM jobs WHERE number = $1", number):
                 await _put_job(session, _replaced(_decode_job(text)))
+            await session.tx.rows(
+                "DELETE FROM jobs WHERE number <= $1 AND NOT EXISTS (SELECT 1 FROM groups WHERE job = jobs.id)",
+                number - _JOBS_KEPT,
+            )
             number = session.count("last_job")
             totals["items_of_job"] = totals["forgotten"] = 0
         else:
@@ -1232,10 +1241,8 @@ async def _put_job(session: _Session, record: JobRecord) -> None:
 
 
 def _replaced(record: JobRecord) -> JobRecord:
-    """A job that another one has replaced never goes on: it needs no list of what it skips, which may be long."""
-    if not record.payload.get("skip_instance_ids"):
-        return record
-    return msgspec.structs.replace(record, payload={**record.payload, "skip_instance_ids": []})
+    """A job that another one has replaced never goes on: little of its payload is needed."""
+    return msgspec.structs.replace(record, payload=remainder(record.payload))
 
 
 def _decode_job(text: str) -> JobRecord:
