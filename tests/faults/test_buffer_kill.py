@@ -51,7 +51,8 @@ class World:
             number = 0
             while not self.over.is_set():
                 name = f"w{writer}-{number}"
-                items = group(name, [n % 2 for n in range(GROUP)], pad="x" * rng.randrange(3000))
+                size = rng.randrange(3000) if rng.random() < 0.8 else rng.randrange(60_000, 200_000)
+                items = group(name, [n % 2 for n in range(GROUP)], pad="x" * size)
                 while items:
                     batch, items = items[: (size := rng.randrange(1, GROUP + 1))], items[size:]
                     await client.write(batch)

@@ -41,6 +41,7 @@ class WrappedDriver:
         self._driver, self._wrap = driver, wrap
         self.open, self.close = driver.open, driver.close
         self.disk_bytes, self.tidy = driver.disk_bytes, driver.tidy
+        self.formats = driver.formats
 
     async def transaction(self, work: Callable[[Tx], Awaitable[Any]], size: int = 0) -> Any:
         return await self._driver.transaction(lambda tx: work(self._wrap(tx)), size)

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import resource
 import shutil
+import sqlite3
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -384,6 +386,80 @@ async def test_no_statement_reads_a_whole_table(new_driver: Callable[[], Driver]
 
         for plan in (await driver.transaction(plans)).values():
             assert not re.search(r"(SCAN|Seq Scan on) (groups|items|bodies)\b(?! USING)", plan), plan
+
+
+# -- large bodies
+
+
+async def test_large_bodies_are_beside_the_database(tmp_path: Path) -> None:
+    large, folder = os.urandom(200_000), tmp_path / "bodies"
+    async with opened(SqliteDriver(tmp_path), archive_bytes=500_000) as store:
+        for name in "abc":
+            await store.write(
+                [item(f"{name}-{n}", name, n / 2, body=large if n else b"small") for n in (0, 1)]
+            )
+        async with opened_read_only(tmp_path) as beside:
+            for group in await beside.groups():
+                assert [len(one.body) for one in await loaded_items(beside, group.id)] == [5, 200_000]
+        assert (tmp_path / FILE).stat().st_size < 300_000 < 600_000 < (await store.stats()).disk_bytes
+        await store.ack([await lease_of(store, 3)])
+        assert len(await loaded_items(store, 1)) == 2
+        while await store.sweep():
+            pass
+        assert "not kept any more" in await loaded_items(store, 1)
+        assert len(await loaded_items(store, 2)) == 2  # its file has it, and the archive room for two
+        await store.write(pair("d", body=large))
+    async with opened(SqliteDriver(tmp_path), archive_bytes=0) as store:
+        await store.sweep()
+        assert [one.body for one in await loaded_items(store, 4)] == [large, large]
+        await store.ack([await lease_of(store)])
+        await store.sweep()
+        assert not list(folder.iterdir())
+
+
+async def test_what_cannot_be_synced_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "a bad disk")
+
+    body = os.urandom(100_000)
+    async with opened(SqliteDriver(tmp_path)) as store:
+        await store.write(pair("a", body=body))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", fail)
+            with pytest.raises(StorageError, match="a bad disk"):
+                await store.write(pair("b", body=body))
+        assert await store.known(["b-0", "b-1"]) == [False, False]
+        assert await store.write(pair("b", body=body)) == [True, True]
+        for group in (1, 2):
+            assert [one.body for one in await loaded_items(store, group)] == [body, body]
+
+
+async def test_a_folder_of_the_format_before_is_read(tmp_path: Path) -> None:
+    body = os.urandom(100_000)
+    async with opened(SqliteDriver(tmp_path, large=2**40)) as store:
+        await store.write(pair("a", body=body))
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as database:
+        database.execute("DROP TABLE large")
+        database.execute("UPDATE totals SET json = json_set(json, '$.format', 3)")
+        database.commit()
+    async with opened_read_only(tmp_path) as store:
+        assert [one.body for one in await loaded_items(store, 1)] == [body, body]
+    for _ in range(2):
+        async with opened(SqliteDriver(tmp_path)) as store:
+            assert [one.body for one in await loaded_items(store, 1)] == [body, body]
+
+
+@contextlib.asynccontextmanager
+async def opened_read_only(folder: Path) -> AsyncIterator[SqlStore]:
+    driver = SqliteDriver(folder, read_only=True)
+    try:
+        yield SqlStore(driver, FixedPolicy())
+    finally:
+        await driver.close()
+
+
+async def loaded_items(store: SqlStore, group: int) -> Any:
+    return (await store.load([group]))[group]
 
 
 # -- damage

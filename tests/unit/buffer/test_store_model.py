@@ -159,7 +159,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.uids += 1
             if values["job"] not in self.model.jobs and values["job"] is not None:
                 values = values | {"job": "nobody's"}  # nobody writes for a job that is yet to start
-            batch.append(item(f"u{self.uids}", **values))
+            body = f"body of u{self.uids}".encode() * (1 + self.uids % 2)
+            batch.append(item(f"u{self.uids}", body=body, **values))
         if again == 1:
             batch += [batch[0], item(f"u{max(1, self.uids - 20)}", 1, 1.0)]
         self.same(self.store.write(batch), lambda: self.model.write(batch))
@@ -368,7 +369,7 @@ def test_sqlite_against_reference(examples: int) -> None:
 
     def new_database() -> Callable[[], Driver]:
         database = Path(tempfile.mkdtemp(dir=folder))
-        return lambda: SqliteDriver(database)
+        return lambda: SqliteDriver(database, large=16)
 
     try:
         run_machine(new_database, 1, examples)

@@ -60,6 +60,8 @@ class PostgresDriver:
     connect again.
     """
 
+    formats: tuple[int, ...] = (3,)
+
     def __init__(self, url: str, schema: str = "rollstream", *, frozen_s: float = _FROZEN_S) -> None:
         """Raises `ConfigError`."""
         try:
@@ -200,6 +202,14 @@ class _Tx:
 
     async def add_bodies(self, rows: Sequence[tuple[int, bytes]]) -> None:
         await self.many("INSERT INTO bodies (seq, body) VALUES ($1, $2)", rows)
+
+    async def other_bodies(self, rows: Sequence[int]) -> dict[int, bytes]:
+        return {}
+
+    async def delete_bodies(self, groups: Sequence[int]) -> None:
+        await self.rows(
+            "DELETE FROM bodies WHERE seq IN (SELECT seq FROM items WHERE grp IN :ids($1))", list(groups)
+        )
 
 
 async def _nothing_to_reset(connection: Any) -> None:

@@ -61,8 +61,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 G = TypeVar("G", bound=Group)
 
-FORMAT: Final = 3
-
 SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS totals (id {key}, json TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS jobs (
@@ -141,7 +139,15 @@ class Tx(Protocol):
         ...
 
     async def add_bodies(self, rows: Sequence[tuple[int, bytes]]) -> None:
-        """Inserts into the table `bodies`; some of them may be large."""
+        """Keeps bodies by the numbers of their items: in the table `bodies`, or elsewhere if they are large."""
+        ...
+
+    async def other_bodies(self, rows: Sequence[int]) -> dict[int, bytes]:
+        """Of these, those that are kept elsewhere."""
+        ...
+
+    async def delete_bodies(self, groups: Sequence[int]) -> None:
+        """Deletes the bodies of all items of these groups."""
         ...
 
     def missing_room(self, size: int) -> tuple[int, int]:
@@ -154,6 +160,9 @@ class Tx(Protocol):
 
 class Driver(Protocol):
     """A database."""
+
+    formats: tuple[int, ...]
+    """Of the data: those that can be read, of which the last is written."""
 
     async def open(self, schema: str) -> None: ...
     async def close(self) -> None: ...
@@ -210,7 +219,7 @@ class _Session:
         self.totals = defaultdict(int, totals)
         self.ready: Counter[tuple[str, str]] = Counter()
         self.unjudged = False
-        self.room = False
+        self.room = self.trimmed = False
         self.dropped: Counter[str] = Counter()
 
     def count(self, name: str, by: int = 1) -> int:
@@ -289,18 +298,20 @@ class SqlStore:
     async def open(self) -> None:
         """Raises `StorageError`, `RunDirectoryError`."""
         await self._driver.open(SCHEMA)
-        if not (found := (await self._driver.read(_totals))["format"]):
-            found = await self._set_format()
-        if found != FORMAT:
+        formats = self._driver.formats
+        found = (await self._driver.read(_totals))["format"]
+        if found not in (0, *formats):
+            await self._driver.close()
             raise RunDirectoryError(
-                f"the buffer's data has format {found}, this version reads {FORMAT}: use the "
+                f"the buffer's data has format {found}, this version reads {formats[-1]}: use the "
                 "version of rollstream that wrote it, or start with an empty folder or database"
             )
+        if found != formats[-1]:
+            await self._set_format(formats[-1])
 
     @_change
-    async def _set_format(self, session: _Session) -> int:
-        found: int = session.totals.setdefault("format", FORMAT)
-        return found
+    async def _set_format(self, session: _Session, number: int) -> None:
+        session.totals["format"] = number
 
     async def close(self) -> None:
         """Waits for what is under way."""
@@ -385,6 +396,12 @@ class SqlStore:
         unjudged = session.unjudged or elsewhere
         if session.ready or unjudged or session.room:
             self.changed(Change(session.ready, elsewhere, unjudged, session.room, session.dropped))
+        if session.trimmed:  # which makes room once it is committed
+            again = [n for n, result in enumerate(results) if isinstance(result, StorageFullError)]
+            for n, result in zip(
+                again, await self._transact([ops[n] for n in again]) if again else (), strict=True
+            ):
+                results[n] = result
         return results
 
     # -- writing
@@ -850,9 +867,8 @@ class SqlStore:
             session.count("archive_bytes", -size)
             totals["trimmed"] = left
             ids.append(group)
-        await session.tx.rows(
-            "DELETE FROM bodies WHERE seq IN (SELECT seq FROM items WHERE grp IN :ids($1))", ids
-        )
+            session.trimmed = True
+        await session.tx.delete_bodies(ids)
         await session.tx.rows("UPDATE groups SET bytes = 0 WHERE id IN :ids($1)", ids)
         return len(ids)
 
@@ -1072,8 +1088,8 @@ async def _totals(tx: Tx) -> defaultdict[str, Any]:
 
 def _is_full(tx: Tx, totals: Mapping[str, int], size: int = 0) -> bool:
     """Whether there is no room for items, also if the archive was trimmed."""
-    disk, freed = tx.missing_room(size + _noting_room(totals))
-    return disk > 0 or freed > totals["archive_bytes"]
+    missing: int = max(tx.missing_room(size + _noting_room(totals)))
+    return missing > totals["archive_bytes"]
 
 
 def _noting_room(totals: Mapping[str, int]) -> int:
@@ -1168,14 +1184,17 @@ async def _lease_rows(tx: Tx, leases: Sequence[str]) -> dict[str, _LeaseRow]:
 async def _load(tx: Tx, groups: Sequence[int]) -> dict[int, list[StoredItem] | str]:
     loaded: dict[int, list[StoredItem] | str] = {group: [] for group in groups}
     rows = await tx.rows(
-        "SELECT items.grp, items.uid, items.reward, items.encoding, items.crc, bodies.body FROM items "
+        "SELECT items.grp, items.seq, items.uid, items.reward, items.encoding, items.crc, bodies.body FROM items "
         "LEFT JOIN bodies ON bodies.seq = items.seq WHERE items.grp IN :ids($1) ORDER BY items.grp, items.seq",
         list(groups),
     )
-    for group, uid, reward, encoding, crc, body in rows:
+    elsewhere = [seq for _, seq, *_, body in rows if body is None]
+    others = await tx.other_bodies(elsewhere) if elsewhere else {}
+    for group, seq, uid, reward, encoding, crc, stored in rows:
         items = loaded[group]
         if isinstance(items, str):
             continue
+        body = others.get(seq) if stored is None else stored
         if body is None:
             loaded[group] = f"item {uid!r} is not kept any more, or was lost"
         elif zlib.crc32(body) != crc:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import functools
 import json
 import queue
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
+from rollstream.buffer.store.large_bodies import LargeBodies, Place
 from rollstream.buffer.store.room import DiskRoom
 from rollstream.errors import DamageError, DataError, RunDirectoryError, StorageError, StorageFullError
 
@@ -25,8 +27,16 @@ _READERS: Final = 2
 _ROWS: Final = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 """Of one INSERT: few different statements, so that they stay prepared."""
 
-_PIECE: Final = 2**20
-"""Bytes of a larger body that are written at a time: SQLite copies what it is given, twice."""
+_LARGE: Final = 2**16
+"""Bytes from which on a body is written to a file beside the database, once: SQLite writes it to its log, then to
+its pages."""
+
+_SCHEMA: Final = """;
+CREATE TABLE IF NOT EXISTS large (
+  seq INTEGER PRIMARY KEY, file INTEGER NOT NULL, at INTEGER NOT NULL, size INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS large_of_file ON large (file)
+"""
+"""Where large bodies are."""
 
 _PAGE: Final = 8192
 
@@ -53,8 +63,13 @@ class SqliteDriver:
     With `read_only` it need not be opened, and may be another server's.
     """
 
-    def __init__(self, folder: Path, *, read_only: bool = False) -> None:
+    formats: tuple[int, ...] = (3, 4)
+    """4: large bodies are beside the database."""
+
+    def __init__(self, folder: Path, *, read_only: bool = False, large: int = _LARGE) -> None:
         self._read_only = read_only
+        self.large = large
+        self.large_bodies = LargeBodies(folder / "bodies")
         self._path = folder / FILE
         self._log = folder / f"{FILE}-wal"
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="buffer-writer")
@@ -83,15 +98,15 @@ class SqliteDriver:
             self._connection = connection = _connect(self._path)
             self._with_reserve(lambda: self._set_up(connection, schema))
             self._room.refill(self._log_bytes())
+            self.large_bodies.open(file for (file,) in connection.execute("SELECT DISTINCT file FROM large"))
             self._opened = time.monotonic()
 
     def _set_up(self, connection: sqlite3.Connection, schema: str) -> None:
         """Writes nothing where everything is there: a full disk can be opened."""
         for setting in (*_SETTINGS, f"PRAGMA wal_autocheckpoint = {self._log_pages}"):
             connection.execute(setting)
-        connection.executescript(
-            schema.format(key="INTEGER PRIMARY KEY", blob="BLOB", clustered="WITHOUT ROWID")
-        )
+        schema = schema.format(key="INTEGER PRIMARY KEY", blob="BLOB", clustered="WITHOUT ROWID")
+        connection.executescript(schema + _SCHEMA)
         self._clock = connection.execute(
             "SELECT coalesce(json_extract(json, '$.clock'), 0) FROM totals"
         ).fetchone()[0]
@@ -129,14 +144,28 @@ class SqliteDriver:
             return self._with_reserve(lambda: self._attempt(connection, work))
 
     def _attempt(self, connection: sqlite3.Connection, work: Callable[[Any], Awaitable[T]]) -> T:
+        tx = _Tx(self, connection, self._now())
         connection.execute("BEGIN IMMEDIATE")
         try:
-            result = _run(work(_Tx(self, connection, self._now())))
-            connection.execute("COMMIT")
+            result = _run(work(tx))
+            self.large_bodies.sync()
         except BaseException:
+            self.large_bodies.undo()
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
+        try:
+            connection.execute("COMMIT")
+        except BaseException:
+            self.large_bodies.leave()
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+        self.large_bodies.keep()
+        with contextlib.suppress(sqlite3.Error, OSError):  # what stays is deleted at the next opening
+            for file in tx.emptied:
+                if not connection.execute("SELECT 1 FROM large WHERE file = ? LIMIT 1", (file,)).fetchall():
+                    self.large_bodies.delete(file)
         return result
 
     def _with_reserve(self, action: Callable[[], T]) -> T:
@@ -144,7 +173,7 @@ class SqliteDriver:
         while True:
             try:
                 return action()
-            except sqlite3.Error as error:
+            except (sqlite3.Error, OSError) as error:
                 if not _is_full(error) or not self._room.give():
                     raise
             if self._connection is not None:
@@ -201,9 +230,8 @@ class SqliteDriver:
                 self._idle.put(connection)
 
     async def disk_bytes(self) -> int:
-        """Of the database and its write-ahead log."""
-        files = (self._path, self._path.with_name(f"{FILE}-wal"))
-        return sum(file.stat().st_size for file in files if file.exists())
+        """Of the database, its log, and large bodies."""
+        return self._path.stat().st_size + self._log_bytes() + self.large_bodies.size()
 
     async def tidy(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._writer, self._tidy)
@@ -226,9 +254,13 @@ class _Tx:
         self._driver = driver
         self._connection = connection
         self.now = now
+        self.emptied: set[int] = set()
+        """Files of large bodies of which some were deleted."""
+        self._freed = 0
 
     def missing_room(self, size: int) -> tuple[int, int]:
-        return self._driver.missing_room(self._connection, size)
+        disk, freed = self._driver.missing_room(self._connection, size)
+        return disk, max(0, freed - self._freed)
 
     async def rows(self, sql: str, *arguments: Any) -> list[Any]:
         return self._connection.execute(_translated(sql), _plain(arguments)).fetchall()
@@ -246,18 +278,28 @@ class _Tx:
                 at += count
 
     async def add_bodies(self, rows: Sequence[tuple[int, bytes]]) -> None:
-        await self.many(
-            "INSERT INTO bodies (seq, body) VALUES ($1, $2)", [row for row in rows if len(row[1]) <= _PIECE]
-        )
-        for seq, body in rows:
-            if len(body) <= _PIECE:
-                continue
-            self._connection.execute(
-                "INSERT INTO bodies (seq, body) VALUES (?, zeroblob(?))", (seq, len(body))
+        large = [row for row in rows if len(row[1]) >= self._driver.large]
+        if large:
+            places = self._driver.large_bodies.append([body for _, body in large])
+            await self.many(
+                "INSERT INTO large (seq, file, at, size) VALUES ($1, $2, $3, $4)",
+                [(seq, *place) for (seq, _), place in zip(large, places, strict=True)],
             )
-            with self._connection.blobopen("bodies", "body", seq) as blob:
-                for at in range(0, len(body), _PIECE):
-                    blob.write(body[at : at + _PIECE])
+            rows = [row for row in rows if len(row[1]) < self._driver.large]
+        await self.many("INSERT INTO bodies (seq, body) VALUES ($1, $2)", rows)
+
+    async def other_bodies(self, rows: Sequence[int]) -> dict[int, bytes]:
+        if not await self.rows("SELECT 1 FROM sqlite_master WHERE name = 'large'"):
+            return {}  # a folder of an earlier version, which is only looked at
+        found = await self.rows("SELECT seq, file, at, size FROM large WHERE seq IN :ids($1)", list(rows))
+        return self._driver.large_bodies.read({seq: Place(*place) for seq, *place in found})
+
+    async def delete_bodies(self, groups: Sequence[int]) -> None:
+        theirs = "WHERE seq IN (SELECT seq FROM items WHERE grp IN :ids($1))"
+        await self.rows(f"DELETE FROM bodies {theirs}", list(groups))
+        for file, size in await self.rows(f"DELETE FROM large {theirs} RETURNING file, size", list(groups)):
+            self.emptied.add(file)
+            self._freed += size
 
 
 def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
@@ -310,10 +352,16 @@ def _errors(path: Path) -> Any:
         if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM")):
             raise RunDirectoryError(f"{path} cannot be opened for writing: {error}") from error
         raise StorageError(f"{path}: {error} ({name})") from error
+    except OSError as error:
+        if _is_full(error):
+            raise StorageFullError(f"{path}: no room on the disk; nothing of this was stored") from error
+        raise StorageError(f"{path.parent}: {error}") from error
 
 
-def _is_full(error: sqlite3.Error) -> bool:
-    # A quota or a limit of a file's size shows as a write error (EDQUOT, EFBIG).
+def _is_full(error: sqlite3.Error | OSError) -> bool:
+    # A quota or a limit of a file's size shows as a write error of SQLite.
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return getattr(error, "sqlite_errorname", "") in (
         "SQLITE_FULL",
         "SQLITE_IOERR_WRITE",
