@@ -29,6 +29,7 @@ from rollstream.view import command as view
 
 if TYPE_CHECKING:
     from rollstream.buffer.export import BufferRun
+    from rollstream.generation.export_images import RunImages
     from rollstream.store.summary import FailureCause
 
 _CAUSES_SHOWN = 10
@@ -227,6 +228,12 @@ def build_parser() -> argparse.ArgumentParser:
     dataproto.add_argument(
         "--pad-token-id", type=int, metavar="ID", help="default: that of the run's tokenizer"
     )
+    dataproto.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="for rows with images: the configuration whose model and prompt rows they are read with",
+    )
 
     hub = export.add_argument_group("hf", "a folder that datasets.load_dataset reads, with a card")
     hub.add_argument(
@@ -398,7 +405,6 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from rollstream.generation.export_images import run_images
     from rollstream.stderr_log import log_to_stderr
     from rollstream.store.export.dataproto import DataProtoOptions
     from rollstream.store.export.examples import PreferenceOptions, SftOptions
@@ -407,7 +413,7 @@ def _export(options: argparse.Namespace) -> int:
     log_to_stderr(times=False)
     dataproto = DataProtoOptions()
     foreign = {
-        "dataproto": ("max_rows_per_file", "prompt_width", "response_width", "pad_token_id"),
+        "dataproto": ("max_rows_per_file", "prompt_width", "response_width", "pad_token_id", "config"),
         "hf": ("public",),
         "sft": ("best", "min_reward", "tokens"),
         "preference": ("min_margin",),
@@ -461,7 +467,7 @@ def _export(options: argparse.Namespace) -> int:
             *(options.run_dir, options.format, options.output),
             force=options.force,
             options=chosen,
-            images=partial(run_images, options.run_dir),
+            images=partial(_images, options),
         )
     else:
         from rollstream.buffer.export import export_buffer
@@ -516,6 +522,19 @@ def _eval(options: argparse.Namespace) -> int:
         for note in (note for run in runs.values() for note in run.notes):
             print(f"note: {note}", file=sys.stderr)
         return max(code, _say_damage([line for run in runs.values() for line in run.damage]))
+
+
+def _images(options: argparse.Namespace) -> "RunImages":
+    """What reads images for a DataProto. Raises `ConfigError`."""
+    from rollstream.generation.export_images import run_images
+
+    if options.config is None:
+        raise ConfigError(
+            "the conversations have images, and nothing that a run directory names is loaded by itself: --config "
+            f"FILE says which model and prompt rows they are read with, such as {options.run_dir / 'config.yaml'} "
+            "of a run of your own"
+        )
+    return run_images(options.config)
 
 
 def _merge(options: argparse.Namespace) -> int:

@@ -80,9 +80,9 @@ def _versions(runs: Sequence[dict[str, int]]) -> str:
 
 
 def _token_text(found: FoundTrajectory) -> TokenText | None:
-    """The run's token texts; None when its tokenizer is not on this machine any more."""
+    """The texts of the run's tokens; None where it keeps no tokenizer."""
     try:
-        return read_token_text(found.manifest.config.get("actor_rollout_ref", {}).get("model", {}))
+        return read_token_text(found.root)
     except ConfigError:
         return None
 

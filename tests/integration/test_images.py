@@ -149,12 +149,14 @@ async def test_a_dataproto_has_the_pixels_and_the_models_own_positions(tmp_path:
     own = positions[0][:, seen[0]][:, at : at + 5].tolist()
     after = [[0, 0, 0, 0, 2], [0, 0, 1, 1, 2], [0, 1, 0, 1, 2]]
     assert own == [list(range(at, at + 5)), *([at + step for step in line] for line in after)]
-    again = export_run(run, "dataproto", tmp_path / "again.pkl", images=lambda: run_images(run))
+    again = export_run(
+        run, "dataproto", tmp_path / "again.pkl", images=lambda: run_images(run / "config.yaml")
+    )
     assert (read_dataproto(again.target).batch["position_ids"] == positions).all()
 
     def refused(match: str) -> None:
         with pytest.raises(ConfigError, match=match):
-            export_run(run, "dataproto", tmp_path / "no.pkl", images=lambda: run_images(run))
+            export_run(run, "dataproto", tmp_path / "no.pkl", images=lambda: run_images(run / "config.yaml"))
 
     (tmp_path / "one.png").write_bytes(png(56, 56, "blue"))
     refused("row 1, repeat 0: its images are 8 tokens now, and the model was shown 12")

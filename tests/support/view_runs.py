@@ -62,7 +62,10 @@ def manifest(n: int = 4, prompts: int = 0, **identity: Any) -> Manifest:
 def opened(root: Path, n: int = 4, prompts: int = 0, **identity: Any) -> Iterator[RunDirectory]:
     """A run directory that is there or is made, with its lock."""
     with open_run(
-        lock_run(root), root, manifest(n, prompts, **identity), config_yaml="{}\n", fresh=False
+        *(lock_run(root), root, manifest(n, prompts, **identity)),
+        config_yaml="{}\n",
+        fresh=False,
+        tokenizer=(MODEL_PATH / "tokenizer.json").read_bytes(),
     ) as run:
         yield run
 

@@ -23,6 +23,7 @@ FLOORS: list[set[str]] = [
         "sampling",
         "scratch",
         "memory",
+        "untrusted",
     },
     {"config", "chat", "engine", "reward", "store"},
     {"data", "agent"},

@@ -1,18 +1,27 @@
-"""The text of single tokens, for who looks at trajectories: by `tokenizer.json` alone, and at once.
+"""The text of tokens, for who looks at a run: by the `tokenizer.json` that the run keeps, and nothing else.
 
-No tokenizer is built for it, and nothing is fetched: a look at a run needs neither transformers nor a network.
-Ids become bytes here, and never the other way round.
+A look at a run needs neither its model nor transformers nor a network, and runs no code that the run names. Ids become
+bytes here, and never the other way round.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from rollstream.chat.byte_level import BYTES
 from rollstream.errors import ConfigError
+from rollstream.untrusted import read_regular
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_T = TypeVar("_T")
+
+FILE = "tokenizer.json"
+"""Its name in a run directory."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """How a vocabulary of sentencepiece names a byte that is in no other token."""
@@ -31,12 +40,17 @@ class _AddedToken(msgspec.Struct):
     content: str
 
 
+class _Decoder(msgspec.Struct):
+    type: str = ""
+    decoders: list["_Decoder"] = []
+
+
 class _File(msgspec.Struct):
     """What is read of `tokenizer.json`; merges, the largest part, are passed over."""
 
     model: _Model
     added_tokens: list[_AddedToken] = []
-    decoder: dict[str, Any] | None = None
+    decoder: _Decoder | None = None
 
 
 _decoder = msgspec.json.Decoder(_File)
@@ -55,9 +69,9 @@ class TokenText:
             else {token_id: token for token_id, (token, _) in enumerate(vocabulary)}
         )
         self._added = {token.id: token.content for token in file.added_tokens}
-        decoder = file.decoder or {}
-        steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
-        self._by_bytes = any(step.get("type") == "ByteLevel" for step in steps)
+        decoder = file.decoder or _Decoder()
+        steps = decoder.decoders if decoder.type == "Sequence" else [decoder]
+        self._by_bytes = any(step.type == "ByteLevel" for step in steps)
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -82,36 +96,31 @@ class TokenText:
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
 
 
-def read_token_text(model: Mapping[str, Any]) -> TokenText:
-    """The token texts of a run's model.
-
-    Args:
-        model: `actor_rollout_ref.model` of the run's configuration.
+def read_token_text(run_dir: Path) -> TokenText:
+    """The texts of a run's tokens, by the `tokenizer.json` that it keeps.
 
     Raises:
         ConfigError: they cannot be had; says why.
     """
-    name = model.get("tokenizer_path") or model.get("path")
-    if not name:
-        raise ConfigError("the run has no tokenizer")
-    try:
-        folder = Path(str(name)).expanduser()
-        content = ((folder if folder.is_dir() else _cached(str(name))) / "tokenizer.json").read_bytes()
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"there is no tokenizer.json of {name} on this machine") from error
-    try:
-        return TokenText(content)
-    except ValueError as error:
-        raise ConfigError(f"tokenizer.json of {name} cannot be read ({error})") from error
+    return _read(run_dir, TokenText)
 
 
-def _cached(name: str) -> Path:
-    """Where the hub's cache has a model of this name, if it does."""
-    from huggingface_hub import constants  # alone, it is imported in no time
+def read_decoder(run_dir: Path) -> "Tokenizer":
+    """The tokenizer that a run keeps, to decode ids as the run did. Raises `ConfigError`."""
+    from tokenizers import Tokenizer
 
-    repository = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    return _read(run_dir, lambda content: Tokenizer.from_str(content.decode()))
+
+
+def _read(run_dir: Path, make: Callable[[bytes], _T]) -> _T:
+    path = run_dir / FILE
     try:
-        revision = (repository / "refs" / "main").read_text().strip()
-    except OSError:
-        revision = "main"
-    return repository / "snapshots" / revision
+        content = read_regular(path)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}; the model's own {FILE}, put there, will do"
+        ) from error
+    try:
+        return make(content)
+    except Exception as error:  # the package `tokenizers` raises no other class
+        raise ConfigError(f"{path} cannot be read as a tokenizer ({error})") from error

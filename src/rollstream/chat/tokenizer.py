@@ -223,11 +223,15 @@ class ChatTokenizer:
         remembered = ("_words", "_bytes", "_special_texts", "form")
         return {name: value for name, value in vars(self).items() if name not in remembered}
 
+    def to_json(self) -> bytes | None:
+        """The content of a `tokenizer.json`; None for a tokenizer that has its own code."""
+        return None if self._backend is None else self._backend.to_str().encode()
+
     def digest(self) -> str:
         """Hash of what decides ids: vocabulary, merges, chat template."""
         digest = hashlib.blake2b(digest_size=16)
-        if self._backend is not None:
-            digest.update(self._backend.to_str().encode())
+        if (content := self.to_json()) is not None:
+            digest.update(content)
         else:
             digest.update(repr(sorted(self._tokenizer.get_vocab().items())).encode())
         digest.update(repr(self._tokenizer.chat_template).encode())
@@ -285,6 +289,9 @@ class NoTokenizer(ChatTokenizer):
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._refuse()) if ids else ""
+
+    def to_json(self) -> bytes | None:
+        return None
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise ConfigError(

@@ -18,14 +18,13 @@ import sys
 import time
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import repeat as repeat_value
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
 
 import orjson
 import pyarrow as pa
@@ -107,24 +106,12 @@ class ScoreReport:
     damage: list[str] = field(default_factory=list)
 
 
-def reward_of_run(manifest: Manifest) -> RewardRecipe:
-    """The reward that a run is configured with, its file as it is now."""
-    given: Mapping[str, Any] = manifest.config.get("custom_reward_function") or {}
-    return RewardRecipe(
-        path=given.get("path"),
-        name=given.get("name") or "compute_score",
-        kwargs=given.get("reward_kwargs") or {},
-        timeout=float(given.get("timeout") or 60.0),
-        max_concurrency=int(given.get("max_concurrency") or 32),
-    )
-
-
 def snapshot_rule(manifest: Manifest) -> SnapshotRule:
     """How a run scores its snapshots, by the options of its agent loops. Raises `ConfigError`."""
     rules: set[SnapshotRule] = set()
     for key, digest in manifest.identity.items():
         if key.startswith(LOOP_IDENTITY):
-            with suppress(ValueError, IndexError):
+            with suppress(ValueError, IndexError, AttributeError):
                 options = orjson.loads(str(digest).split(" ", 2)[2])
                 penalised = options.get("context_penalty") is not None
                 rules.add("keep" if penalised else options.get("snapshot_scoring", "outcome"))
@@ -203,9 +190,8 @@ def score_run(
         done = len(earlier)
         try:
             items = _items(root, manifest.n, earlier, report.damage.append)
-            model = manifest.config.get("actor_rollout_ref", {}).get("model", {})
             count = processes or min(os.cpu_count() or 1, 4)
-            _score_in_processes(items, (recipe, rule, model), count, keep)
+            _score_in_processes(items, (recipe, rule, root), count, keep)
         finally:
             journal.close()
         try:
@@ -436,7 +422,7 @@ def _python_path() -> str:
 
 def _score_in_processes(
     items: Iterator[ScoreItem],
-    recipe: tuple[RewardRecipe, SnapshotRule, Mapping[str, Any]],
+    recipe: tuple[RewardRecipe, SnapshotRule, Path],
     processes: int,
     keep: Callable[[Sequence[ScoredFrame]], object],
 ) -> None:

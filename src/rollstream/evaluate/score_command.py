@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="DIR")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "--reward", metavar="FILE", help="Python file with the reward (default: the run's, as it is now)"
+        "--reward",
+        metavar="FILE",
+        help="Python file with the reward (default: the rules, if the run has no file)",
     )
     what.add_argument("--rules", action="store_true", help="the built-in rewards, by data source")
     what.add_argument("--list", action="store_true", help="the scores that there are, and which count")
@@ -139,20 +141,27 @@ def _max_failed_share(root: Path) -> float:
     """What share of rollouts may be without a reward because of errors, by the run's configuration."""
     from rollstream.store.manifest import require_manifest
 
-    generation = require_manifest(root).config.get("generation") or {}
-    return float(generation.get("max_failed_share") or 0.0)
+    share = require_manifest(root).setting("generation").get("max_failed_share")
+    return float(share) if isinstance(share, int | float) else 0.0
 
 
 def _recipe(options: argparse.Namespace) -> Any:
     """What is to compute the rewards. Raises `ConfigError`."""
     import orjson
 
-    from rollstream.evaluate.score import reward_of_run
-    from rollstream.store.manifest import require_manifest
+    from rollstream.evaluate.score_worker import RewardRecipe
+    from rollstream.store.manifest import require_manifest, score_command
 
-    recipe = reward_of_run(require_manifest(options.run_dir))
-    if options.rules or options.reward is not None:
-        recipe = replace(recipe, path=options.reward, name="compute_score", kwargs={})
+    manifest = require_manifest(options.run_dir)
+    own = manifest.setting("custom_reward_function")
+    if not options.rules and options.reward is None and own.get("path"):
+        raise ConfigError(
+            "--reward FILE or --rules: nothing that a run directory names is run by itself. The run's own reward: "
+            + score_command(options.run_dir, manifest.config)
+        )
+    limits = {"timeout": 60.0, "max_concurrency": 32}
+    limits |= {name: own[name] for name in limits if type(own.get(name)) in (int, float)}
+    recipe = RewardRecipe(path=options.reward, name="compute_score", kwargs={}, **limits)  # type: ignore[arg-type]
     if recipe.path is None and (options.function or options.kwargs):
         raise ConfigError("--function and --kwargs are for a --reward FILE")
     if options.kwargs:

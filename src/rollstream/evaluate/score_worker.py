@@ -16,10 +16,12 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import orjson
 
+from rollstream.chat.token_text import read_decoder
 from rollstream.errors import ConfigError, RewardError
 from rollstream.reward.base import FunctionReward, last_answer, scored_row
 from rollstream.reward.custom import load_reward
@@ -119,13 +121,13 @@ class Scorer:
     Args:
         recipe: of the reward.
         snapshots: what snapshots get.
-        model: `actor_rollout_ref.model` of the run, for its tokenizer.
+        root: the run directory, for its tokenizer.
     """
 
-    def __init__(self, recipe: RewardRecipe, snapshots: SnapshotRule, model: Mapping[str, Any]) -> None:
+    def __init__(self, recipe: RewardRecipe, snapshots: SnapshotRule, root: Path) -> None:
         self._reward = recipe.load()
         self._snapshots = snapshots
-        self._model = model
+        self._root = root
         self._tokenizer: Any = None
         self._sources: dict[str, asyncio.Future[bool]] = {}
 
@@ -201,14 +203,8 @@ class Scorer:
         if not ids:
             return ""
         if self._tokenizer is None:
-            from rollstream.chat.tokenizer import load_tokenizer
-
-            model = self._model
             try:
-                self._tokenizer = load_tokenizer(
-                    model.get("tokenizer_path") or model.get("path") or "",
-                    trust_remote_code=bool(model.get("trust_remote_code")),
-                )
+                self._tokenizer = read_decoder(self._root)
             except ConfigError as error:
                 raise RewardError(f"its answer is there as token ids only, and {error}") from error
         text: str = self._tokenizer.decode(ids)

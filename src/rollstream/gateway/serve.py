@@ -276,10 +276,14 @@ async def _open_run(stack: AsyncExitStack, given: DictConfig, setup: RolloutSetu
             dataset={},
             versions={},
             config=OmegaConf.to_container(given),  # type: ignore[arg-type]
+            pad_token_id=setup.tokenizer.pad_id,
         )
     path = Path(settings.trainer.default_local_dir).expanduser()
     opened: Callable[[], RunDirectory] = lambda: open_run(  # noqa: E731
-        lock_run(path), path, manifest, config_yaml=to_stored_yaml(given), fresh=False
+        *(lock_run(path), path, manifest),
+        config_yaml=to_stored_yaml(given),
+        fresh=False,
+        tokenizer=setup.tokenizer.to_json(),
     )
     run = await in_daemon_thread(opened)
     stack.callback(run.close)

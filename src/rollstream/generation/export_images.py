@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 import orjson
-from omegaconf import OmegaConf
 
 from rollstream.chat.images import ImageSource, describe, load_image
 from rollstream.chat.processor import ChatProcessor, load_processor
 from rollstream.chat.tokenizer import load_tokenizer
-from rollstream.config.load import to_settings
+from rollstream.config.load import compose, to_settings
 from rollstream.data.prompts import PromptDataset, load_prompts
 from rollstream.errors import ConfigError, DataError, RollstreamError, TransientError
 from rollstream.store.export.dataproto import MEDIA, image_parts
-from rollstream.store.manifest import require_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -133,23 +131,26 @@ class RunImages:
                 raise DataError(f"image {number + 1} is another one now: {describe(given[number])}")
 
 
-def run_images(run_dir: Path) -> RunImages:
-    """Reads images as a run read them, by its configuration.
+def run_images(config: Path) -> RunImages:
+    """Reads images as a configuration says that they were read: its model, and its prompt rows.
+
+    Args:
+        config: its file.
 
     Raises:
-        RunDirectoryError: no run directory.
         ConfigError: the model has no image processor, or something of it cannot be loaded.
     """
-    settings = to_settings(OmegaConf.create(require_manifest(run_dir).config))
+    settings = to_settings(compose(layers=[config]))
     model = settings.actor_rollout_ref.model
     path = model.tokenizer_path or model.path
-    assert path is not None
+    if path is None:
+        raise ConfigError(f"{config} names no model (actor_rollout_ref.model.path)")
     tokenizer = load_tokenizer(
         path, custom_chat_template=model.custom_chat_template, trust_remote_code=model.trust_remote_code
     )
     processor = load_processor(path, tokenizer, trust_remote_code=model.trust_remote_code)
     if processor is None:
-        raise ConfigError(f"{run_dir} has conversations with images, and {path!r} has no image processor")
+        raise ConfigError(f"the conversations have images, and {path!r} has no image processor")
     dataset: PromptDataset | str
     try:
         dataset = load_prompts(settings.data)

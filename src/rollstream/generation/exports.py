@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.config.settings import GenerationSettings
 from rollstream.errors import ConfigError
 from rollstream.store.batch import file_rows
@@ -75,24 +74,9 @@ def run_pad_id(run_dir: Path) -> int:
 
     Raises:
         RunDirectoryError: no run directory.
-        ConfigError: the tokenizer cannot be loaded.
+        ConfigError: the run does not say it.
     """
     manifest = require_manifest(run_dir)
-    if manifest.identity.get("model.tokenizer", "") is None:
-        return 0
-    model = manifest.config.get("actor_rollout_ref", {}).get("model", {})
-    source = model.get("tokenizer_path") or model.get("path")
-    try:
-        if source is None:
-            raise ConfigError("its configuration names none")
-        tokenizer = load_tokenizer(
-            source,
-            custom_chat_template=model.get("custom_chat_template"),
-            trust_remote_code=bool(model.get("trust_remote_code")),
-        )
-    except ConfigError as error:
-        raise ConfigError(
-            f"cannot load the tokenizer of {run_dir}, which says what pads ({error}); say it by "
-            "--pad-token-id"
-        ) from error
-    return tokenizer.pad_id or 0
+    if manifest.pad_token_id is None and manifest.identity.get("model.tokenizer", "") is not None:
+        raise ConfigError(f"{run_dir / 'run.json'} has no pad_token_id, which pads: say it by --pad-token-id")
+    return manifest.pad_token_id or 0

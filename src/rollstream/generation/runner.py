@@ -209,7 +209,12 @@ def _open(prepared: Prepared) -> RunDirectory:
     except BaseException:
         lock.release()
         raise
-    return open_run(lock, root, prepared.manifest, config_yaml=prepared.config_yaml, fresh=mode == "never")
+    return open_run(
+        *(lock, root, prepared.manifest),
+        config_yaml=prepared.config_yaml,
+        fresh=mode == "never",
+        tokenizer=prepared.tokenizer.to_json(),
+    )
 
 
 def _adopt(root: Path, prepared: Prepared) -> None:

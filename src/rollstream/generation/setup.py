@@ -376,7 +376,9 @@ def _prepare(
     shown = [agents.prompt_tools(name, show_tools=rollout.multi_turn.show_tools) for name in loop_names]
     schemas = [*setup.shown_tools, *(one for each in shown for one in each or ())]
     tools = {schema_digest(one): orjson.loads(schema_json(one)) for one in schemas}
-    prepared.manifest = manifest_for(resolved, dataset, identity, n=rollout.n, tools=tools)
+    prepared.manifest = manifest_for(
+        resolved, dataset, identity, n=rollout.n, tools=tools, pad_token_id=tokenizer.pad_id
+    )
     return prepared
 
 
@@ -408,6 +410,7 @@ def manifest_for(
     n: int,
     packages: Sequence[str] = (),
     tools: Mapping[str, Any] | None = None,
+    pad_token_id: int | None = None,
 ) -> Manifest:
     """The manifest of a new run.
 
@@ -418,6 +421,7 @@ def manifest_for(
         n: rollouts of a prompt row.
         packages: further ones whose versions are worth knowing.
         tools: schemas of the tools that prompts may show, by digest.
+        pad_token_id: of the run's tokenizer.
     """
     config = OmegaConf.to_container(resolved, resolve=True)
     assert isinstance(config, dict)
@@ -434,6 +438,7 @@ def manifest_for(
         versions=_versions((*_VERSIONED, *packages)),
         config={str(key): value for key, value in config.items()},
         tools=tools,
+        pad_token_id=pad_token_id,
     )
 
 

@@ -20,6 +20,7 @@ from rollstream.store.summary import read_failures
 class FoundTrajectory:
     """One trajectory, as a row with its JSON columns decoded, and where it was."""
 
+    root: Path
     row: dict[str, Any]
     source: str
     siblings: int
@@ -57,7 +58,7 @@ def find_trajectory(
                     f"rollout (index {index}, repeat {repeat}) has {len(rows)} trajectories, numbered from 0"
                 )
             row = rows[-1 if trajectory is None else trajectory]
-            return FoundTrajectory(decode_row(row, path), source, len(rows), manifest)
+            return FoundTrajectory(root, decode_row(row, path), source, len(rows), manifest)
     wanted = "no rollout" if index is None else f"rollout (index {index}, repeat {repeat})"
     if damaged:
         raise DamageError(

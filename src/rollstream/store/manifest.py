@@ -5,7 +5,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import orjson
@@ -14,6 +14,7 @@ from rollstream.errors import IdentityMismatchError, RunDirectoryError
 from rollstream.sampling import changes_of_distribution
 from rollstream.store.journal import write_file_durably
 from rollstream.trajectory import LogprobKind
+from rollstream.untrusted import read_regular
 
 FORMAT = "rollstream.run/2"
 
@@ -34,11 +35,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Content of `run.json`."""
 
     format: str = FORMAT
-    run_id: str
+    run_id: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
     """32 hexadecimal digits; stands in every journal and batch of the run."""
     created: str
     """UTC, ISO 8601."""
-    n: int
+    n: Annotated[int, msgspec.Meta(ge=1)]
     """Rollouts of a prompt row."""
     identity: dict[str, Any]
     """All that decides the data, as a flat mapping of dotted keys to JSON values."""
@@ -53,11 +54,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     logprobs: LogprobKind | None = None
     """The kind of log-probs, which a started engine says. None: there are none, or none yet."""
+    pad_token_id: int | None = None
+    """What fills batches up. None: there is no tokenizer, or the version before wrote the run."""
+
+    def setting(self, *keys: str) -> dict[str, Any]:
+        """A group of the configuration by its keys; empty where there is none."""
+        found: Any = self.config
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        return found if isinstance(found, dict) else {}
 
     @property
     def sampling_changes(self) -> dict[str, Any]:
         """Sampling parameters of the run by which tokens are not drawn from the model's own distribution."""
-        rollout = self.config.get("actor_rollout_ref", {}).get("rollout", {})
+        rollout = self.setting("actor_rollout_ref", "rollout")
         return changes_of_distribution({**rollout, **(rollout.get("extra_sampling") or {})})
 
     @property
@@ -84,6 +94,7 @@ def new_manifest(
     config: Mapping[str, Any],
     tools: Mapping[str, Any] | None = None,
     logprobs: LogprobKind | None = None,
+    pad_token_id: int | None = None,
 ) -> Manifest:
     """A manifest for a new run."""
     return Manifest(
@@ -96,6 +107,7 @@ def new_manifest(
         config=dict(config),
         tools=dict(tools or {}),
         logprobs=logprobs,
+        pad_token_id=pad_token_id,
     )
 
 
@@ -107,7 +119,7 @@ def read_manifest(run_dir: Path) -> Manifest | None:
     except UnicodeEncodeError as error:  # neither JSON nor Parquet's library takes it
         raise RunDirectoryError(f"{str(run_dir)!a} is not valid UTF-8; rename the folder") from error
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except FileNotFoundError:
         return None
     except NotADirectoryError as error:
@@ -121,7 +133,7 @@ def read_manifest(run_dir: Path) -> Manifest | None:
                 f"{path} has format {found['format']!r}; this version of rollstream reads {FORMAT!r}"
             )
         return msgspec.convert(found, Manifest)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise RunDirectoryError(f"{path} is damaged ({error}); restore it from a copy") from error
 
 
@@ -190,6 +202,18 @@ def identity_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list
     ]
 
 
+def score_command(run_dir: Path, config: Mapping[str, Any]) -> str:
+    """The command that scores a run by the reward of a configuration."""
+    given: Mapping[str, Any] = config.get("custom_reward_function") or {}
+    words = ["rollstream", "score", str(run_dir)]
+    words += ["--reward", str(given["path"])] if given.get("path") else ["--rules"]
+    if given.get("name", "compute_score") != "compute_score":
+        words += ["--function", str(given["name"])]
+    if given.get("reward_kwargs"):
+        words += ["--kwargs", orjson.dumps(given["reward_kwargs"], default=str).decode()]
+    return shlex.join(words)
+
+
 def only_reward_differs(
     run_dir: Path, refused: Sequence[tuple[str, object, object]], config: Mapping[str, Any]
 ) -> str | None:
@@ -202,15 +226,8 @@ def only_reward_differs(
     """
     if [key for key, _, _ in refused] != ["reward"]:
         return None
-    given: Mapping[str, Any] = config.get("custom_reward_function") or {}
-    words = ["rollstream", "score", str(run_dir)]
-    words += ["--reward", str(given["path"])] if given.get("path") else ["--rules"]
-    if given.get("name", "compute_score") != "compute_score":
-        words += ["--function", str(given["name"])]
-    if given.get("reward_kwargs"):
-        words += ["--kwargs", orjson.dumps(given["reward_kwargs"], default=str).decode()]
     return (
-        f"only the reward differs: {shlex.join(words)}\n"
+        f"only the reward differs: {score_command(run_dir, config)}\n"
         "scores what is finished by it, without generating (add --activate to make its rewards count). To "
         "generate what is not finished, put the reward back in place that the run began with."
     )

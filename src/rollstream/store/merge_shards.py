@@ -14,7 +14,7 @@ import copy
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ from rollstream.store.scores import (
 from rollstream.store.summary import RunStatus, read_failures, read_status, write_checkpoint
 from rollstream.store.validate import validate_run
 from rollstream.trajectory import Failure
+from rollstream.untrusted import read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -281,6 +282,8 @@ def _write(
         finally:
             journal.close()
     write_file_durably(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(manifest.config)).encode())
+    with suppress(FileNotFoundError):
+        write_file_durably(paths.tokenizer, read_regular(RunPaths(shards[0].root).tokenizer))
     write_manifest(folder, manifest)
     _merge_scores(shards, folder, manifest)
     _, state = inspect(folder)
@@ -321,6 +324,7 @@ def _merged_manifest(shard: Manifest, output: Path) -> Manifest:
         config=config,
         tools=shard.tools,
         logprobs=shard.logprobs,
+        pad_token_id=shard.pad_token_id,
     )
 
 

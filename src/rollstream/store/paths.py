@@ -14,6 +14,7 @@ _WRITTEN_WHOLE = (
     "trajectories.parquet",
     "trajectories.parquet.sha256",
     "exports.json",
+    "tokenizer.json",
 )
 """Files of the run's root that are written by way of a temporary name."""
 
@@ -29,6 +30,7 @@ class RunPaths:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.artifact = root / "trajectories.parquet"
+        self.tokenizer = root / "tokenizer.json"
         self.journals = root / "journal"
         self.batches = root / "batches"
         self.failures = root / "failed"

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,7 @@ from rollstream.store.paths import RunPaths
 from rollstream.store.recovery import RunState, recover
 from rollstream.store.scores import score_folder
 from rollstream.trajectory import LogprobKind
+from rollstream.untrusted import read_regular
 
 
 class RunDirectory:
@@ -73,7 +75,15 @@ def lock_run(root: Path) -> RunLock:
     return lock
 
 
-def open_run(lock: RunLock, root: Path, wanted: Manifest, *, config_yaml: str, fresh: bool) -> RunDirectory:
+def open_run(
+    lock: RunLock,
+    root: Path,
+    wanted: Manifest,
+    *,
+    config_yaml: str,
+    fresh: bool,
+    tokenizer: bytes | None = None,
+) -> RunDirectory:
     """Opens a run for writing: a new one, or the one of the same identity that is there.
 
     Args:
@@ -82,6 +92,7 @@ def open_run(lock: RunLock, root: Path, wanted: Manifest, *, config_yaml: str, f
         wanted: manifest of the run asked for; its run id is used for a new run only.
         config_yaml: the resolved configuration, written to `config.yaml` of a new run.
         fresh: refuse a folder that holds a run with anything in it (`generation.resume=never`).
+        tokenizer: content of `tokenizer.json`, which the run keeps so that its texts can be read anywhere.
 
     Raises:
         IdentityMismatchError: the folder holds a run of another identity; nothing was touched.
@@ -103,6 +114,7 @@ def open_run(lock: RunLock, root: Path, wanted: Manifest, *, config_yaml: str, f
             )
         else:
             check_identity(root, manifest.identity, wanted.identity, extend=False)
+        _keep_tokenizer(paths, tokenizer)
         state = recover(paths, manifest)
     except OSError as error:
         lock.release()
@@ -127,5 +139,15 @@ def _create(paths: RunPaths, manifest: Manifest, config_yaml: str) -> None:
         folder.mkdir(exist_ok=True)
     if (scores := score_folder(paths.root)).is_dir():  # of a run that was here before
         scores.rename(paths.logs / f"scores-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    paths.tokenizer.unlink(missing_ok=True)
     write_file_durably(paths.root / "config.yaml", config_yaml.encode())
     write_manifest(paths.root, manifest)
+
+
+def _keep_tokenizer(paths: RunPaths, content: bytes | None) -> None:
+    if content is None:
+        return
+    with suppress(OSError):
+        if read_regular(paths.tokenizer, len(content)) == content:
+            return
+    write_file_durably(paths.tokenizer, content)

@@ -197,15 +197,15 @@ class RunSource(Source):
         """The text of its tokens, or why it cannot be had."""
         if self._text is None:
             try:
-                self._text = (read_token_text(self._model()), "")
+                if self.manifest is None:
+                    raise ConfigError("an exported file has no tokenizer")
+                self._text = (read_token_text(self._parts[0].root), "")
             except ConfigError as error:
                 self._text = (None, str(error))
         return self._text
 
     def _model(self) -> dict[str, Any]:
-        config: dict[str, Any] = {} if self.manifest is None else self.manifest.config
-        found: dict[str, Any] = config.get("actor_rollout_ref", {}).get("model", {})
-        return found
+        return {} if self.manifest is None else self.manifest.setting("actor_rollout_ref", "model")
 
     def state(self) -> dict[str, Any]:
         """What changes while a run goes on."""

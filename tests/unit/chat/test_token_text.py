@@ -1,5 +1,6 @@
 """Texts of tokens by tokenizer.json alone."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from rollstream.chat.token_text import TokenText, read_token_text
+from rollstream.chat.token_text import TokenText, read_decoder, read_token_text
 from rollstream.errors import ConfigError
 from tests.support import tokenizers
 
@@ -21,11 +22,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @given(st.text(max_size=40))
 def test_text_is_what_the_tokenizer_decodes(folder: Path, text: str) -> None:
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = read_token_text({"path": str(folder)})
+    texts = read_token_text(folder)
     ids = backend.encode(f"<|im_start|>user\n{text}<tool_call> x<|im_end|>", add_special_tokens=False).ids
     # Decoders of sentencepiece take a space from the start, which is a token of the text.
     assert texts.decode(ids).lstrip(" ") == backend.decode(ids, skip_special_tokens=False).lstrip(" ")
     assert b"".join(map(texts.bytes_of, ids)).decode() == texts.decode(ids)
+    assert read_decoder(folder).decode(ids) == backend.decode(ids)
 
 
 def test_tokens_that_are_a_part_of_a_character_or_none() -> None:
@@ -39,29 +41,29 @@ def test_tokens_that_are_a_part_of_a_character_or_none() -> None:
     assert texts.bytes_of(99) == texts.bytes_of(-1) == b""
 
 
-def test_a_model_of_the_hub_is_looked_for_in_its_cache_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    repository = tmp_path / "models--some--model"
-    with pytest.raises(ConfigError, match=r"no tokenizer\.json of some/model on this machine"):
-        read_token_text({"path": "some/model"})
-    tokenizers.write("demo", repository / "snapshots" / "abc")
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("abc")
-    assert read_token_text({"path": "some/model"}).bytes_of(0)
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"model": {"vocab": 3}}', '{"model": null}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", '{"model": {"vocab": 3}}', '{"model": null}', "[" * 100_000),
+        '{"model": {"vocab": {}}, "decoder": {"type": "Sequence", "decoders": [1]}}',
+    ],
+)
 def test_a_file_that_is_no_tokenizer(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_token_text({"path": str(tmp_path)})
+        read_token_text(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_decoder(tmp_path)
 
 
-@pytest.mark.parametrize("path", ["", "/nowhere", "a\0b", "x" * 5000, "~nobody-of-this-name/x"])
-def test_no_tokenizer(path: str) -> None:
-    with pytest.raises(ConfigError):
-        read_token_text({"path": path})
+def test_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_token_text(tmp_path)
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        read_token_text(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with (tmp_path / "tokenizer.json").open("wb") as sparse:
+        sparse.truncate(3 << 30)
+    with pytest.raises(ConfigError, match="larger than"):
+        read_token_text(tmp_path)

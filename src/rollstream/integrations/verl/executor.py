@@ -138,7 +138,12 @@ def _prepare(config: DictConfig) -> VerlPrepared:
     known = {one.name: getattr(setup, one.name) for one in fields(RolloutSetup)} | {"settings": settings}
     prepared = VerlPrepared(**known, config=resolved, dataset=dataset)
     packages = ("verl", "ray", "tensordict")
-    prepared.manifest = manifest_for(resolved, dataset, identity, n=rollout.n, packages=packages)
+    prepared.manifest = manifest_for(
+        *(resolved, dataset, identity),
+        n=rollout.n,
+        packages=packages,
+        pad_token_id=setup.tokenizer.pad_id,
+    )
     return prepared
 
 

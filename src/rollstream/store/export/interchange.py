@@ -150,7 +150,7 @@ def _tool_calls(message: Row) -> list[Row]:
 
 
 def _model(manifest: Manifest) -> str:
-    model = manifest.config.get("actor_rollout_ref", {}).get("model", {})
+    model = manifest.setting("actor_rollout_ref", "model")
     return str(model.get("path") or "unknown").rstrip("/").rpartition("/")[2]
 
 

@@ -1,0 +1,137 @@
+"""A run directory that somebody else made names code wherever it can: no command that reads it runs any of it."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from rollstream.cli import build_parser, main
+from rollstream.store.export.files import FILE_NAMES
+from tests.support.view_runs import rollout, write_run
+from tests.unit.view.test_app import page
+
+TRAP = "from pathlib import Path\nPath({marker!r}).write_text(__file__)\n"
+
+MODEL_CODE = (
+    "from transformers import PretrainedConfig, PreTrainedTokenizer\n"
+    "class C(PretrainedConfig): model_type = 'evil'\n"
+    "class Evil(PreTrainedTokenizer): pass\n"
+)
+
+MODEL = {
+    "config.json": {
+        "model_type": "evil",
+        "auto_map": {"AutoConfig": "evil.C", "AutoTokenizer": ["evil.Evil", None]},
+    },
+    "tokenizer_config.json": {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}},
+}
+
+READING: dict[str, Sequence[Sequence[str]]] = {
+    "status": ([], ["--failed"], ["--unscored"], ["--json"]),
+    "show": ([], ["0", "1", "--tokens"]),
+    "validate": ([], ["--repair"]),
+    "prune": ([], ["--yes"]),
+    "export": [["--format", name, "--force"] for name in FILE_NAMES]
+    + [["--format", "dataproto", "--unscored", "keep"]],
+    "score": (
+        [],
+        ["--list"],
+        ["--rules", "--processes", "1"],
+        ["--reward", "mine.py", "--processes", "1", "--activate"],
+    ),
+    "eval": ([], ["--by", "data_source"]),
+    "merge": (["--output", "merged"],),
+}
+"""The commands that read a run directory, each with the ways to call it. `view` is asked over HTTP."""
+
+OTHERS = {"generate", "init", "demo", "serve", "gateway", "buffer", "verifiers", "simulate"}
+"""Commands that take no run directory to read; a `--config` names its file on the command line."""
+
+PAGES = ("", "/rows", "/groups", "/groups/0", "/tools", "/failures", "/trajectories/0", "/search?text=boots")
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose answers have no text, so that whoever scores them wants the tokenizer."""
+    monkeypatch.chdir(tmp_path)
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "which boots?"}]
+    root = write_run(
+        tmp_path / "foreign",
+        [rollout(0, at, messages=asked, reward=at % 2, source="openai/gsm8k") for at in range(2)],
+        n=2,
+        prompts=1,
+    )
+    trap = TRAP.format(marker=str(tmp_path / "MARKER"))
+    (root / "model").mkdir()
+    for name, content in MODEL.items():
+        (root / "model" / name).write_bytes(orjson.dumps(content))
+    (root / "model" / "evil.py").write_text(trap + MODEL_CODE)
+    for name in ("reward.py", "sitecustomize.py", "tools.py", "rollstream.py"):
+        (root / name).write_text(trap + "def compute_score(**_): return 1.0\n")
+    (tmp_path / "mine.py").write_text("def compute_score(**_): return 0.5\n")
+    said = orjson.loads((root / "run.json").read_bytes())
+    code = str(root / "tools.py")
+    said["pad_token_id"] = None
+    said["identity"]["model.tokenizer"] = "digest"
+    said["config"] = {
+        "actor_rollout_ref": {
+            "model": {"path": str(root / "model"), "trust_remote_code": True},
+            "rollout": {
+                "name": "hf",
+                "multi_turn": {"tool_config_path": code, "function_tool_path": code},
+                "agent": {"agent_loop_config_path": code},
+            },
+        },
+        "custom_reward_function": {"path": str(root / "reward.py"), "name": "compute_score"},
+        "gateway": {"function": f"{code}:compute_score", "command": ["python", code]},
+        "trainer": {"logger": ["sitecustomize"]},
+    }
+    (root / "run.json").write_bytes(orjson.dumps(said))
+    return root
+
+
+def commands() -> set[str]:
+    return set(re.findall(r"^    (\w+)", build_parser().format_help(), re.MULTILINE))
+
+
+def test_every_command_is_tried() -> None:
+    assert commands() == {*READING, "view"} | OTHERS
+
+
+@pytest.mark.parametrize("command", READING)
+def test_no_command_runs_what_a_run_names(
+    foreign: Path, tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in READING[command]:
+        code = main([command, str(foreign), *words])
+        assert not (tmp_path / "MARKER").exists(), words
+        assert "Traceback" not in capsys.readouterr().err
+        if command == "score" and not words:
+            assert code == 2
+
+
+async def test_the_page_runs_nothing_that_a_run_names(foreign: Path, tmp_path: Path) -> None:
+    async with page(foreign) as one:
+        run = await one.run("foreign")
+        for path in PAGES:
+            assert (await one.raw(run + path))[0] == 200
+        tokens = (await one.raw(f"{run}/trajectories/0/tokens"))[1]
+    assert b'"has_text":true' in tokens  # by the run's own tokenizer.json
+    assert not (tmp_path / "MARKER").exists()
+
+
+def test_answers_without_text_are_read_by_the_tokenizer_that_the_run_keeps(
+    foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(solution_str, **_): return {'score': float(bool(solution_str)), 'text': solution_str}\n"
+    )
+    assert main(["score", str(foreign), "--reward", "mine.py", "--processes", "1", "--json"]) == 0
+    report = orjson.loads(capsys.readouterr().out)
+    assert (report["mean_reward"], report["failed"]) == (1.0, 0)
+    (foreign / "tokenizer.json").unlink()
+    assert main(["score", str(foreign), "--reward", "mine.py", "--name", "no", "--json"]) == 1
+    assert "tokenizer.json" in capsys.readouterr().out
