@@ -226,6 +226,11 @@ def packed_item() -> bytes:
     return msgspec.msgpack.encode({**item(1, 1, "packed"), **ids})
 
 
+def tokens_in_json() -> dict[str, Any]:
+    ids = {"prompt_ids": [1], "response_ids": [123_456] * 20_000, "response_logprobs": [-0.25] * 20_000}
+    return {"items": [item(1, 1, f"tokens-{n}", **ids) for n in range(20)]}
+
+
 BODIES: dict[str, tuple[str, Callable[[], Any], int]] = {
     "malformed": ("/v1/items", lambda: b'{"items":[' + b'{"a":[{},{"b":1}]},' * 220_000, 400),
     "malformed, one item": ("/buffer/write", lambda: b'{"messages":[' + b'{"role":"u"},' * 320_000, 400),
@@ -240,6 +245,7 @@ BODIES: dict[str, tuple[str, Callable[[], Any], int]] = {
     ),
     "an item of 56 MB": ("/buffer/write", lambda: large_item(56_000_000), 200),
     "a msgpack item of 40 MB": ("/v1/items", packed_item, 200),
+    "tokens in JSON": ("/v1/items", tokens_in_json, 200),
     "a start with 200,000 keys": ("/start_rollout", lambda: {f"{n}": n for n in range(200_000)}, 400),
     "a job with 200,000 keys": ("/v1/jobs", lambda: {f"input_fil{n}": n for n in range(200_000)}, 400),
     "a job with many near misses": (

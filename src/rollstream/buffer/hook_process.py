@@ -38,6 +38,8 @@ from rollstream.buffer.items import (
     dump_item,
     load_item,
     parse_item,
+    parse_nth,
+    split_batch,
     with_uid,
 )
 from rollstream.errors import ConfigError, RollstreamError
@@ -125,12 +127,16 @@ class HookProcess:
         self._exchanging.add_done_callback(lambda _: self._turn.release())
         return await asyncio.shield(self._exchanging)
 
-    async def parse(self, body: bytes, encoding: Encoding) -> Item:
-        """`parse_item` for a large body, which would hold the server's GIL for long. Raises `ItemError`."""
+    async def parse(self, body: bytes, encoding: Encoding, *, batch: bool = False) -> list[Item]:
+        """`parse_item`, or `parse_items` of a batch, which would hold the server's GIL for long. Raises `ItemError`."""
         file = GeneratorFile(Path("items"), body)
-        found, has_uid = await self.call("parse", file, GroupSettings(), (), False, encoding)
-        item = msgspec.convert(found, Item)
-        return msgspec.structs.replace(item, body=body if has_uid else with_uid(body, item.uid, encoding))
+        call = "parse_items" if batch else "parse_item"
+        items = []
+        for fields, start, end, has_uid in await self.call(call, file, GroupSettings(), (), False, encoding):
+            item, own = msgspec.convert(fields, Item), body[start:end]
+            own = own if has_uid else with_uid(own, item.uid, encoding)
+            items.append(msgspec.structs.replace(item, body=own))
+        return items
 
     async def close(self) -> None:
         """Ends the child at once, whatever it does. Calls that wait raise `RollstreamError`."""
@@ -258,9 +264,8 @@ def _reply(request: _Request, loaded: dict[bytes, tuple[str, Hooks]]) -> bytes:
 
 
 def _result(request: _Request, loaded: dict[bytes, tuple[str, Hooks]]) -> Any:
-    if request.call == "parse":
-        item = parse_item(request.source, request.encoding)
-        return msgspec.structs.replace(item, body=b""), item.body is request.source
+    if request.call.startswith("parse_item"):
+        return _parsed(request)
     if request.source not in loaded:
         loaded[request.source] = _load(Path(request.path), request.source)
     task_type, hooks = loaded[request.source]
@@ -284,6 +289,21 @@ def _result(request: _Request, loaded: dict[bytes, tuple[str, Hooks]]) -> Any:
         names = ", ".join(sorted(hooks.overridden & FINISHING))
         raise HookError(f"{request.path}: {names} gave back an item that {error}", names) from error
     return bodies, [uid for uid in uids if uid not in kept]
+
+
+def _parsed(request: _Request) -> list[tuple[Item, int, int, bool]]:
+    """Items without their bodies; where these are in what was sent, and whether they have a uid."""
+    bodies = split_batch(request.source, request.encoding) if request.call == "parse_items" else None
+    if bodies is None:
+        items, bodies = [parse_item(request.source, request.encoding)], [request.source]
+    else:
+        items = [parse_nth(number, body, request.encoding) for number, body in enumerate(bodies)]
+    parsed, end = [], 0
+    for item, body in zip(items, bodies, strict=True):
+        start = request.source.index(body, end)
+        end = start + len(body)
+        parsed.append((msgspec.structs.replace(item, body=b""), start, end, item.body is body))
+    return parsed
 
 
 def _load(path: Path, source: bytes) -> tuple[str, Hooks]:

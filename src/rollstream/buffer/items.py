@@ -117,10 +117,10 @@ class _JsonHead(_Head, gc=False):
 
 
 class _PackedHead(_Head, gc=False):
-    prompt_ids: bytes | _Ids | None = None
-    response_ids: bytes | _Ids | None = None
-    response_mask: bytes | _Mask | None = None
-    response_logprobs: bytes | _Logprobs | None = None
+    prompt_ids: memoryview | _Ids | None = None
+    response_ids: memoryview | _Ids | None = None
+    response_mask: memoryview | _Mask | None = None
+    response_logprobs: memoryview | _Logprobs | None = None
 
 
 class _Batch(msgspec.Struct, gc=False):
@@ -302,14 +302,14 @@ def _check_tokens(head: _JsonHead | _PackedHead) -> None:
     lengths = {}
     for name, (_, dtype) in TOKENS.items():
         value = getattr(head, name)
-        if type(value) is bytes:
+        if type(value) is memoryview:
             if len(value) % dtype.itemsize:
                 raise ItemError(f"has {len(value)} bytes, no multiple of {dtype.itemsize}", name)
             numbers = numpy.frombuffer(value, dtype)
             if name == "response_logprobs":
                 good = bool(numpy.isfinite(numbers).all())
             elif name == "response_mask":
-                good = not value.strip(b"\x00\x01")
+                good = not len(numbers) or int(numbers.view("u1").max()) <= 1
             else:
                 good = not len(numbers) or int(numbers.min()) >= 0
             if not good:

@@ -48,6 +48,9 @@ _ROOM_S: Final = 1.0
 _BIG: Final = 2**20
 """A body from this size on is parsed in a process of its own."""
 
+_MANY_NUMBERS: Final = 2**15
+"""Tokens in JSON are parsed there from this size of a body on: they take ten times as long as texts."""
+
 _PARSE_S: Final = 60.0
 """For that process to parse one item."""
 
@@ -203,14 +206,16 @@ class Service:
     async def _parse(self, body: bytes, encoding: Encoding) -> list[Item]:
         """See `parse`.
 
-        A large item is parsed in another process, since a parser keeps Python's lock; others have their turn
-        between small ones.
+        What takes long is parsed in another process, since a parser keeps Python's lock: large items, and tokens in
+        JSON. Others have their turn between small ones.
         """
+        if encoding == "json" and len(body) >= _MANY_NUMBERS and b'"response_ids"' in body:
+            return await self._parser.parse(body, encoding, batch=True)
         if len(body) < _BIG:
             return parse_items(body, encoding)
         bodies = split_batch(body, encoding)
         if bodies is None:
-            return [await self._parser.parse(body, encoding)]
+            return await self._parser.parse(body, encoding)
         items: list[Item] = []
         parsed = 0
         for number, one in enumerate(bodies):
@@ -222,7 +227,7 @@ class Service:
                     await asyncio.sleep(0)
                 continue
             try:
-                items.append(await self._parser.parse(one, encoding))
+                items += await self._parser.parse(one, encoding)
             except ItemError as error:
                 raise error.within(number) from None
         return items
