@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
 import rollstream
 from rollstream.buffer.hooks import HookError
@@ -152,7 +152,10 @@ class BufferServer:
             ("waiting_reads", "Reads that wait for groups", self.service.reads.waiting, ""),
         )
         counts = CollectorRegistry()
-        counts.register(_Families([_family(*figure) for figure in figures]))
+        rewards = SummaryMetricFamily(f"{_PREFIX}reward", "Rewards as they were written", labels=["items"])
+        rewards.add_metric(["written"], stats.scored_written, stats.reward_written)
+        rewards.add_metric(["delivered"], stats.scored_delivered, stats.reward_delivered)
+        counts.register(_Families([rewards, *(_family(*figure) for figure in figures)]))
         text = generate_latest(counts) + generate_latest(self._registry)
         return web.Response(body=text, headers={"content-type": CONTENT_TYPE_LATEST})
 

@@ -267,13 +267,23 @@ def status(options: argparse.Namespace) -> int:
         return _print_json(found)
     stats, job = found["store"], found["job"]
     groups = ", ".join(f"{count} {state}" for state, count in stats["groups"].items())
-    dropped = ", ".join(f"{count} {reason}" for reason, count in stats["groups_dropped"].items())
+    whole = {reason: f" in {count} groups" for reason, count in stats["groups_dropped"].items()}
+    dropped = ", ".join(
+        f"{count} {reason}{whole.get(reason, '')}" for reason, count in stats["items_dropped"].items()
+    )
+    rewards = ", ".join(
+        f"mean of {stats[f'scored_{which}']} {which} {stats[f'reward_{which}'] / stats[f'scored_{which}']:.3f}"
+        for which in ("written", "delivered")
+        if stats[f"scored_{which}"]
+    )
     waited = f"; the first group in line has waited {stats['oldest_ready_s']:.0f} s"
     waited *= stats["groups"]["ready"] > 0
     lines = [
         f"groups   {groups}; {stats['groups_delivered']} delivered",
+        f"items    {stats['items_written']} written: {stats['items']} here, {stats['items_delivered']} delivered, "
+        f"{sum(stats['items_dropped'].values())} dropped",
         f"dropped  {dropped or 'none'}",
-        f"items    {stats['items']} here, {stats['items_written']} written, {stats['items_delivered']} delivered",
+        f"rewards  {rewards or 'none'}",
         f"leases   {stats['leases']} out{waited}",
         f"disk     {stats['disk_bytes'] / 1e6:.1f} MB; items that have left: {stats['archive_bytes'] / 1e6:.1f} MB",
     ]
@@ -294,10 +304,18 @@ def show(options: argparse.Namespace) -> int:
     """Prints groups, or the items of a group."""
     if options.group is None:
         which = {"state": options.state, "task_type": options.task, "job": options.job}
-        found = _ask(options, lambda buffer: buffer.groups(**which, after=options.after, limit=options.limit))
+
+        async def listed(buffer: Any) -> tuple[Any, bool]:
+            found = await buffer.groups(**which, after=options.after, limit=options.limit)
+            full = len(found) == options.limit
+            return found, full and bool(await buffer.groups(**which, after=found[-1]["id"], limit=1))
+
+        found, more = _ask(options, listed)
         if options.json:
             return _print_json(found)
         sys.stdout.writelines(f"{_line(group)}\n" for group in found)
+        if more:
+            sys.stderr.write(f"and more: --after {found[-1]['id']}\n")
         return 0
     found = _ask(options, lambda buffer: buffer.group(options.group))
     if options.json:

@@ -1,9 +1,11 @@
 """A buffer's folder, read without its server, or beside it."""
 
+import time
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import orjson
 
 from rollstream.buffer.generator_files import GeneratorFiles
 from rollstream.buffer.groups import GroupSettings
@@ -48,17 +50,22 @@ class BufferFolder:
         return found
 
     async def __aenter__(self) -> Self:
-        if not await self._driver.read(_is_set_up):
+        if (clock := await self._driver.read(_clock)) is None:
             await self._driver.close()
             raise RunDirectoryError(
                 f"{self._folder}: nothing is in it yet, its server's first start failed; start the server again"
             )
+        self._driver.set_clock(clock)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._driver.close()
 
 
-async def _is_set_up(tx: Any) -> bool:
+async def _clock(tx: Any) -> float | None:
+    """The store's clock, had it gone on since the last change; None: nothing is set up."""
     there = await tx.rows("SELECT 1 FROM sqlite_master WHERE name = 'totals'")
-    return bool(there and await tx.rows("SELECT 1 FROM totals"))
+    if not there or not (rows := await tx.rows("SELECT json FROM totals")):
+        return None
+    totals, now = orjson.loads(rows[0][0]), time.time()
+    return float(totals.get("clock", 0.0) + max(0.0, now - totals.get("changed", now)))

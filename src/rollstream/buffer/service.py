@@ -399,9 +399,12 @@ class Service:
                 now = await self.store.stats()
                 if before is not None and _left(now) != _left(before):
                     dropped = Counter(now.groups_dropped) - Counter(before.groups_dropped)
+                    scored = now.scored_written - before.scored_written
+                    mean = (now.reward_written - before.reward_written) / scored if scored else math.nan
                     _LOG.info(
-                        "last minute: %d items written, %d groups read; dropped: %s. Now: %s",
+                        "last minute: %d items written, mean reward %.3f, %d groups read; dropped: %s. Now: %s",
                         now.items_written - before.items_written,
+                        mean,
                         now.groups_delivered - before.groups_delivered,
                         _listed(dropped.most_common()) or "none",
                         _listed(now.groups.items()),

@@ -88,6 +88,8 @@ class ReferenceStore:
         self.delivered: list[RefGroup] = []
         self.dropped: list[RefGroup] = []
         self.filtered = 0
+        self.scored = {"written": 0, "delivered": 0}
+        self.reward = {"written": 0.0, "delivered": 0.0}
 
     @property
     def last(self) -> JobRecord | None:
@@ -140,12 +142,18 @@ class ReferenceStore:
         self.written += 1
         self.items_of_job += self.last is not None and job == self.last.id
         group.items.append(item)
+        self.score("written", group.rewards[-1])
         group.position, group.updated = self.written, self.now
         group.deadline = self.now + settings.group_timeout_seconds
         if not self.policy.has_own_judge(task):
             self.judge_by_default(group)
         elif len(group.items) >= group.size:
             group.state = "judging"
+
+    def score(self, which: str, reward: float | None) -> None:
+        if reward is not None:
+            self.scored[which] += 1
+            self.reward[which] += reward
 
     def judge_by_default(self, group: RefGroup) -> None:
         settings = self.policy.settings(group.task, self.jobs.get(group.job))
@@ -308,6 +316,8 @@ class ReferenceStore:
             group.state, group.left = "delivered", self.left
             self.delivered.append(group)
             self.filtered += group.filtered
+            for reward in group.rewards:
+                self.score("delivered", reward)
         for lease in live.values():
             lease.state = "acked"
         return Acked(sum(x.groups for x in named.values()), sum(x.items for x in named.values()), not live)
@@ -411,6 +421,10 @@ class ReferenceStore:
             },
             groups_delivered=len(self.delivered),
             groups_dropped=dict(Counter(group.reason or "" for group in self.dropped)),
+            scored_written=self.scored["written"],
+            reward_written=self.reward["written"],
+            scored_delivered=self.scored["delivered"],
+            reward_delivered=self.reward["delivered"],
             leases=sum(lease.state == "out" for lease in self.leases.values()),
             oldest_ready_s=max(0.0, self.now - ready[0].updated) if ready else 0.0,
             archive_bytes=sum(group.bytes for group in self.groups.values() if group.left),

@@ -142,12 +142,19 @@ def test_status_and_show(tmp_path: Path, capsys: Capture) -> None:
         assert server.post("/v1/items", {"items": items})[0] == 200
         for where in (server.url, str(server.folder)):
             said = printed("status", where)
-            assert "2 open" in said and "1 equal_rewards" in said and f"{job} of task 'math'" in said
+            assert (
+                "2 open" in said
+                and "2 equal_rewards in 1 groups\n" in said
+                and f"{job} of task 'math'" in said
+            )
             shown = printed("show", where)
             assert len(shown.splitlines()) == 4 and "'good'" in shown and "rewards 1 1" in shown
             assert listed(where, "--state", "open", "--task", "math", "--job", job) == 2
             assert listed(where, "--job", "nobody") == 0
             assert listed(where, "--limit", "1", "--after", "1") == 1
+            for limit, more in (("2", "and more: --after 2\n"), ("4", "")):
+                assert main(["buffer", "show", where, "--limit", limit]) == 0
+                assert capsys.readouterr().err == more
             found: Any = orjson.loads(printed("show", where, "2", "--json"))
             assert [one["uid"] for one in found["items"]] == ["'bad'-0", "'bad'-1"]
             assert "its rollout failed: generate: engine away" in printed("show", where, "3")
@@ -164,6 +171,36 @@ def test_status_and_show(tmp_path: Path, capsys: Capture) -> None:
     assert "1 ready" in printed("status", str(tmp_path / "buffer")), "the server is gone"
     assert main(["buffer", "status", str(tmp_path)]) == 2
     assert "is not the folder of a buffer" in capsys.readouterr().err
+
+
+def test_status_accounts_for_every_item_and_says_how_long_the_first_group_waits(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    def stats(where: str) -> Any:
+        capsys.readouterr()
+        assert main(["buffer", "status", where, "--json"]) == 0
+        return orjson.loads(capsys.readouterr().out)["store"]
+
+    with serve_buffer(tmp_path / "buffer", "--group-size", "4") as server:
+        read, waiting = group("read", (0, 1, 1, -1)), group("waiting")
+        items = [*read, *waiting, *group("equal", (1, 1, 1, 1)), item("open", 0.5)]
+        assert server.post("/v1/items", {"items": items})[0] == 200
+        lease = server.post("/v1/read", {"max_groups": 1})[1]["head"]["lease"]
+        assert server.post(f"/v1/leases/{lease}/ack", {})[0] == 200
+        wait_until(lambda: stats(server.url)["oldest_ready_s"] > 0.2)
+        for where in (server.url, str(server.folder)):
+            found = stats(where)
+            assert found["oldest_ready_s"] > 0.2
+            assert found["items_written"] == 13 and found["items_dropped"] == {
+                "equal_rewards": 4,
+                "filtered": 1,
+            }
+            assert (found["items"], found["items_delivered"]) == (5, 3), "13 in all"
+            assert main(["buffer", "status", where]) == 0
+            said = capsys.readouterr().out
+            assert "13 written: 5 here, 3 delivered, 5 dropped\n" in said
+            assert "mean of 13 written 0.577, mean of 4 delivered 0.250\n" in said
+    assert stats(str(server.folder))["oldest_ready_s"] > 0.2, "the server is gone"
 
 
 def test_status_of_a_folder_whose_first_start_failed(tmp_path: Path, capsys: Capture) -> None:

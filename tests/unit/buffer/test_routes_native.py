@@ -283,7 +283,13 @@ async def test_metrics_and_openapi(tmp_path: Path) -> None:
             'rollstream_buffer_groups{state="ready"} 1.0',
             'rollstream_buffer_items_dropped_total{reason="equal_rewards"} 4.0',
             'rollstream_buffer_http_requests_total{route="/v1/items",status="200"} 1.0',
+            'rollstream_buffer_reward_count{items="written"} 8.0',
+            'rollstream_buffer_reward_sum{items="written"} 6.0',
+            'rollstream_buffer_reward_sum{items="delivered"} 0.0',
         ):
             assert line in text.splitlines(), text
+        await buffer.write(*group("c", (1e308, 1e308, 1e308, None)))
+        assert (await buffer.stats())["reward_written"] > 1e308, "of numbers that JSON has"
+        await buffer.write(item("d"))
         paths = (await buffer.get("/openapi.json"))[1]["paths"]
         assert {"/v1/items", "/v1/read", "/v1/leases/{lease}/ack", "/buffer/write", "/health"} <= paths.keys()

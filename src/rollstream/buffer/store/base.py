@@ -220,6 +220,14 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """By state, of those that have not left."""
     groups_delivered: int
     groups_dropped: dict[str, int]
+    scored_written: int
+    """Written items with a reward."""
+    reward_written: float
+    """The sum of their rewards."""
+    scored_delivered: int
+    """Items with a reward, of groups that were delivered, also those that a filter left out."""
+    reward_delivered: float
+    """The sum of their rewards, as they were written."""
     leases: int
     oldest_ready_s: float
     """Since the last item of the group that is first in the queue; 0: there is none."""

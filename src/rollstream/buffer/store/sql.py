@@ -15,6 +15,8 @@ import asyncio
 import functools
 import hashlib
 import logging
+import sys
+import time
 import uuid
 import zlib
 from collections import Counter, defaultdict, deque
@@ -228,6 +230,13 @@ class _Session:
         self.totals[name] = total
         return total
 
+    def score(self, which: str, reward: float | None) -> None:
+        """Adds a reward to the sum of those that were `written`, or `delivered`."""
+        if reward is not None:
+            self.count(f"scored_{which}")
+            total = self.totals[f"reward_{which}"] + reward  # JSON has no infinity
+            self.totals[f"reward_{which}"] = max(-sys.float_info.max, min(total, sys.float_info.max))
+
     def make_ready(self, row: _Row) -> None:
         row.state = "ready"
         self.ready[row.task, row.job] += 1
@@ -384,7 +393,7 @@ class SqlStore:
                         raise
                     results.append(error)
             session.count("readied", bool(session.ready))
-            session.totals["clock"] = tx.now
+            session.totals |= {"clock": tx.now, "changed": time.time()}
             await tx.rows("UPDATE totals SET json = $1 WHERE id = 1", orjson.dumps(session.totals).decode())
             return session, readied, results
 
@@ -485,6 +494,7 @@ class SqlStore:
             row.n += 1
             row.bytes += len(item.body)
             row.rewards.append(reward)
+            session.score("written", reward)
             row.failed += item.failed
             if item.version is not None:
                 row.version = item.version if row.version is None else min(row.version, item.version)
@@ -653,7 +663,7 @@ class SqlStore:
         known = await _lease_rows(tx, leases)
         live = [lease for lease, row in known.items() if row.state != "acked"]
         groups = await tx.rows(
-            "SELECT id, n, bytes, filtered, lease FROM groups WHERE lease IN :texts($1) "
+            "SELECT id, n, bytes, filtered, lease, rewards FROM groups WHERE lease IN :texts($1) "
             "AND state IN ('ready', 'leased') ORDER BY position",
             live,
         )
@@ -666,10 +676,12 @@ class SqlStore:
                 )
         session.totals["reported"] = max(reported_up_to or 0, session.totals["reported"])
         gone = []
-        for id_, n, size, filtered, _ in groups:
+        for id_, n, size, filtered, _, rewards in groups:
             gone.append((id_, session.leave(n, size)))
             session.count("groups_delivered")
             session.count("items_delivered", n - filtered)
+            for reward in orjson.loads(rewards):
+                session.score("delivered", reward)
             if filtered:
                 session.count("items_dropped:filtered", filtered)
         await tx.many(
@@ -1055,6 +1067,10 @@ class SqlStore:
             groups={state: rows[0][0] for state, rows in counts.items()},
             groups_delivered=totals["groups_delivered"],
             groups_dropped=_by_reason(totals, "groups_dropped:"),
+            scored_written=totals["scored_written"],
+            reward_written=totals["reward_written"],
+            scored_delivered=totals["scored_delivered"],
+            reward_delivered=totals["reward_delivered"],
             leases=leases[0][0],
             oldest_ready_s=max(0.0, tx.now - first[0][0]) if first else 0.0,
             archive_bytes=totals["archive_bytes"],

@@ -111,6 +111,10 @@ class SqliteDriver:
             "SELECT coalesce(json_extract(json, '$.clock'), 0) FROM totals"
         ).fetchone()[0]
 
+    def set_clock(self, seconds: float) -> None:
+        """What the store's clock shows, where it only looks."""
+        self._clock, self._opened = seconds, time.monotonic()
+
     def _now(self) -> float:
         return self._clock + time.monotonic() - self._opened
 
