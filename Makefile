@@ -12,7 +12,8 @@
 # make test-verifiers   environments of verifiers 0.2 and 0.4, in environments of their own (1.1 GB each), and their tests
 # make test-transformers   engine hf with the oldest transformers that pyproject.toml allows and the newest (1.3 GB each)
 # make test-inspect   inspect_ai in an environment of its own (0.7 GB), and the tests against it
-# make test-agents   coding agents of other makers (2.9 GB in .agents; npm, bubblewrap) behind the gateway, as they ship them
+# make agents   coding agents of other makers, as they ship them, in .agents (2.9 GB; npm)
+# make test-agents   the agents behind the gateway (bubblewrap); `make test` runs them, too, where they are installed
 # make test-extras   the wheel with each extra in a clean environment: resolves, and works (about half an hour)
 # make check  formatting, lint, types (what .ci/run checks besides the tests)
 # make docs   the documentation site in site/, in an environment of its own (0.1 GB); a link that leads nowhere is an error
@@ -25,7 +26,7 @@ DEMO_ARGS ?=
 EXECUTOR ?= local
 STORE ?= sqlite
 
-.PHONY: env demo demo-buffer demo-train test test-quick test-soak test-vllm test-verl test-verifiers test-transformers test-inspect test-agents test-extras check docs bench-quick demo-model clean
+.PHONY: env demo demo-buffer demo-train test test-quick test-soak test-vllm test-verl test-verifiers test-transformers test-inspect test-agents agents test-extras check docs bench-quick demo-model clean
 
 env: .venv/.done
 demo: .venv-demo/.done $(if $(filter ray,$(EXECUTOR)),.venv-demo/.ray)
@@ -34,15 +35,14 @@ demo-buffer: .venv-demo/.buffer
 	.venv-demo/bin/python examples/buffer/demo.py --store $(STORE) $(DEMO_ARGS)
 demo-train: .venv-train/.done
 	.venv-train/bin/python -m demo_model.grpo $(DEMO_ARGS)
-# Two processes of tests at a time, one thread of torch in each. Tests of a file stay together, for the servers that
-# they start once, and so do those that start Ray.
+# Three processes of tests at a time, one thread of torch in each. Tests of a file stay together, for the servers that
+# they start once; the files that take long begin first.
 test: export OMP_NUM_THREADS ?= 1
 test: .venv/.done
 ifdef TEST_ARGS
 	.venv/bin/python -m pytest $(TEST_ARGS)
 else
-	.venv/bin/python -m pytest tests/unit -n 2
-	.venv/bin/python -m pytest tests/faults tests/integration tests/conformance tests/compat tests/browser -n 2 --dist loadgroup
+	.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/compat tests/faults tests/integration tests/browser tests/conformance tests/unit
 endif
 test-quick: .venv/.done
 	.venv/bin/python -m pytest tests/unit -m "not slow and not soak" $(TEST_ARGS)
@@ -51,17 +51,19 @@ test-soak: .venv/.done
 	.venv/bin/python -m pytest tests/unit --hypothesis-profile=random $(TEST_ARGS)
 test-vllm: .venv/.done .venv-vllm/.done
 	ROLLSTREAM_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv/bin/python -m pytest tests/compat/test_vllm.py tests/conformance $(TEST_ARGS)
+test-verl: export OMP_NUM_THREADS ?= 1
 test-verl: .venv-verl/.done
-	.venv-verl/bin/python -m pytest tests/compat/verl tests/unit/integrations/tracking tests/unit/training/test_collate.py $(TEST_ARGS)
+	.venv-verl/bin/python -m pytest -n 2 --dist loadfile tests/compat/verl tests/unit/integrations/tracking tests/unit/training/test_collate.py $(TEST_ARGS)
 test-verifiers: .venv-verifiers0/.done .venv-verifiers1/.done
 	for version in 0 1; do .venv-verifiers$$version/bin/python -m pytest tests/compat/verifiers $(TEST_ARGS) || exit 1; done
 test-transformers: .venv-transformers0/.done .venv-transformers1/.done
 	for end in 0 1; do .venv-transformers$$end/bin/python -m pytest tests/unit/engine/test_hf*.py tests/integration/test_hf_engine.py $(TEST_ARGS) || exit 1; done
 test-inspect: .venv-inspect/.done
 	.venv-inspect/bin/python -m pytest tests/compat/test_inspect.py $(TEST_ARGS)
-test-agents: .venv/.done
-	.venv/bin/python -m tests.compat.agents.install
+test-agents: .venv/.done agents
 	.venv/bin/python -m pytest tests/compat/agents -n 2 $(TEST_ARGS)
+agents:
+	$(PYTHON) -m tests.compat.agents.install
 test-extras: .venv/.done
 	.venv/bin/python -m pytest -m extras tests/compat/test_extras.py $(TEST_ARGS)
 check: .venv/.done
@@ -112,7 +114,7 @@ demo-model: .venv/.done
 .venv-verl/.done: pyproject.toml
 	$(PYTHON) -m venv .venv-verl
 	.venv-verl/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0
-	.venv-verl/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0 verl==0.9.1 transformers==5.10.4 tensordict==0.10.0 ray==2.60.0 psutil pytest pytest-asyncio pytest-timeout hypothesis -e '.[verl,openvino,trackio]'
+	.venv-verl/bin/python -m pip --disable-pip-version-check install -q torch==2.13.0 verl==0.9.1 transformers==5.10.4 tensordict==0.10.0 ray==2.60.0 psutil pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis -e '.[verl,openvino,trackio]'
 	touch $@
 
 # The last version of environments with rollouts of their own, and one of tasksets and agents. Their pins fit

@@ -28,14 +28,6 @@ def pytest_configure() -> None:
             signal.signal(number, lambda *_: None)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """For `--dist loadgroup`: a file's tests share what they start once, and one cluster of Ray is enough at a time."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            group = "ray" if "ray" in item.path.stem else item.path.stem
-            item.add_marker(pytest.mark.xdist_group(group))
-
-
 def pytest_asyncio_loop_factories(
     item: pytest.Item,
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
