@@ -16,6 +16,7 @@ import importlib.util
 import logging
 import re
 import shlex
+import shutil
 import threading
 import time
 import warnings
@@ -135,9 +136,35 @@ def compose(overrides: Sequence[str] = (), *, layers: Iterable[Mapping[str, Any]
     settings, wrong = _checked(config)
     if problems:
         raise _as_one([*problems, *wrong])
+    if settings is not None and settings.actor_rollout_ref.rollout.name == "auto":
+        has_servers = bool(settings.actor_rollout_ref.rollout.server_urls)
+        engine = "openvino" if has_servers else choose_engine(settings.actor_rollout_ref.model.path)
+        OmegaConf.update(config, f"{_ROLLOUT}.name", engine)
+        settings = to_settings(config)
     if settings is not None and (unused := _unused(settings)):
         logger.warning("no effect with this engine and generation.executor: %s", ", ".join(unused))
     return config
+
+
+def choose_engine(model: str | None) -> str:
+    """The engine for `rollout.name=auto`: one that can load the model, by what is installed here.
+
+    It is openvino for a folder that was exported for it, and where nothing is known of the model. Otherwise it
+    is a server, where one is installed and there is the tool of a GPU's vendor, and else hf.
+    """
+
+    def has(*packages: str) -> bool:
+        return all(importlib.util.find_spec(package) is not None for package in packages)
+
+    if model is None:
+        return "openvino"
+    if (Path(model).expanduser() / "openvino_model.xml").is_file() and has("openvino_genai"):
+        return "openvino"
+    if any(map(shutil.which, ("nvidia-smi", "rocm-smi", "npu-smi"))):
+        for server in _LAUNCHED:
+            if has(server):
+                return server
+    return "hf" if has("torch", "transformers") else "openvino"
 
 
 def to_settings(config: DictConfig | Mapping[str, Any]) -> Settings:

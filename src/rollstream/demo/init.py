@@ -1,7 +1,6 @@
 """`rollstream init`: a configuration, prompts and a reward that run as they are written."""
 
 import argparse
-import importlib.util
 import json
 import shlex
 from pathlib import Path
@@ -31,16 +30,12 @@ def write_files(folder: Path) -> None:
     """Writes `FILES` into a folder. Raises `ConfigError`: one of them is there, or it cannot be."""
     if there := [str(folder / name) for name in FILES if (folder / name).exists()]:
         raise ConfigError(f"{', '.join(there)}: there already; nothing was written. Name another folder")
-    # hf where only that is installed; else a run says how the engine is installed.
-    only_hf = not importlib.util.find_spec("openvino_genai") and importlib.util.find_spec("torch")
-    filled = {"MODEL_PATH": json.dumps(str(MODEL_PATH)), "ENGINE": "hf" if only_hf else "openvino"}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             text = (MODEL_PATH.parent / "start" / name).read_text(encoding="utf-8")
             if name == "run.yaml":
-                for word, value in filled.items():
-                    text = text.replace(word, value)
+                text = text.replace("MODEL_PATH", json.dumps(str(MODEL_PATH)))
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write into {folder}: {error.strerror}") from error

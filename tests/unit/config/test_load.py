@@ -1,7 +1,9 @@
 """Configuration: unknown keys get the nearest name, values their types, and YAML files are input again."""
 
+import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -424,3 +426,35 @@ def test_now_is_resolved_without_hydra_composing() -> None:
     config = compose(["trainer.experiment_name='run-${now:%Y}'"])
     name = to_settings(config).trainer.experiment_name
     assert re.fullmatch(r"run-\d{4}", name)
+
+
+@pytest.mark.parametrize(
+    ("folder", "installed", "tools", "engine"),
+    [
+        ("exported", ["openvino_genai", "torch", "transformers", "vllm"], ["nvidia-smi"], "openvino"),
+        ("exported", ["torch", "transformers"], [], "hf"),
+        ("plain", ["openvino_genai", "torch", "transformers"], [], "hf"),
+        ("plain", ["openvino_genai", "torch", "transformers", "vllm"], [], "hf"),
+        ("plain", ["torch", "transformers", "vllm"], ["rocm-smi"], "vllm"),
+        ("org/name", ["torch", "transformers", "vllm", "sglang"], ["nvidia-smi"], "sglang"),
+        ("org/name", ["openvino_genai"], [], "openvino"),  # which says what to install
+    ],
+)
+def test_an_engine_that_can_load_the_model(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: str,
+    installed: list[str],
+    tools: list[str],
+    engine: str,
+) -> None:
+    for name in ("exported", "plain"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "exported" / "openvino_model.xml").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in tools else None)
+    words = [f"actor_rollout_ref.model.path={folder}"]
+    assert compose(words).actor_rollout_ref.rollout.name == engine
+    named = compose([*words, "actor_rollout_ref.rollout.name=openai"])
+    assert named.actor_rollout_ref.rollout.name == "openai"

@@ -108,6 +108,7 @@ class RolloutEnvironment:
             "temperature": trainer.temperature,
             "n": trainer.n,
             "response_length": trainer.response_length,
+            "name": self.engine_name,
         }
         tree: dict[str, Any] = {"actor_rollout_ref": {"rollout": values}}
         if self.engine_name in _SEEDED:
