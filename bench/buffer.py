@@ -5,15 +5,19 @@
 The server (`rollstream buffer serve`), the load and the bare server are processes of their own; see
 `buffer_load` for the latter two. Items are about 2 KB of JSON. Every write is answered when it is on disk. The
 bare server is aiohttp.web on the same event loop: it reads the body, keeps nothing, and answers. It runs before
-and after, and the mean of both counts. PostgreSQL's tables need its programs (Debian's postgresql).
+and after, and the mean of both counts. PostgreSQL's tables need its programs (Debian's postgresql). slime's own
+server runs beside with ROLLSTREAM_SLIME, the folder of its rollout_buffer, and ROLLSTREAM_SLIME_PYTHON, which has
+fastapi and uvicorn; it keeps everything in memory.
 
-Aims: single durable writes >= 8,000/s and >= 0.55 of the bare server; CPU a write the same at 1 k and 1 M
-items stored; batches >= 25,000 items/s; 100 k items read in 2.5 s; 1 M items opened in 1 s; items of 200 KB at
-60 % of a plain sequential write; memory under 300 MB.
+Aims: single durable writes >= 8,000/s and >= 0.55 of the bare server; CPU a write at 1 M items stored within 15 %
+of that at 1 k; batches >= 25,000 items/s; 100 k items read in 2.5 s; 1 M items opened in 1 s; items of 200 KB at
+60 % of a plain sequential write, and faster than sqlite3 alone; memory under 300 MB.
 """
 
 import contextlib
 import os
+import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -55,6 +59,30 @@ class Process:
         """Highest resident memory."""
         status = Path(f"/proc/{self._process.pid}/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+    def end(self) -> None:
+        """Stops it."""
+        self._process.terminate()
+        self._process.wait(60)
+
+
+class SlimeServer:
+    """slime's own server, from its folder."""
+
+    def __init__(self, log: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        python = os.environ.get("ROLLSTREAM_SLIME_PYTHON", sys.executable)
+        command = [python, "-m", "uvicorn", "buffer:app", "--port", str(self.port), "--no-access-log"]
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command, cwd=os.environ["ROLLSTREAM_SLIME"], stdout=output, stderr=output
+            )
+        for _ in range(600):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+                return
+            time.sleep(0.1)
+        raise RuntimeError(log.read_text())
 
     def end(self) -> None:
         """Stops it."""
@@ -176,28 +204,96 @@ def measure_read(items: int, folder: Path, *words: str) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_beside(singles: int, folder: Path) -> list[dict[str, Any]]:
+    """A buffer, slime's server and a buffer again: single writes over one and many connections, and a read of them."""
+    rows = []
+    for number, name in enumerate(("rollstream", "slime", "rollstream")):
+        if name == "slime" and "ROLLSTREAM_SLIME" not in os.environ:
+            continue
+        with contextlib.ExitStack() as stack:
+            if name == "slime":
+                server: Any = SlimeServer(folder / "slime.log")
+                stack.callback(server.end)
+            else:
+                server = stack.enter_context(buffer_server(folder / f"beside{number}"))
+            few = singles // 10 // 16 * 16
+            alone = load("client", server.port, connections=1, total=few)
+            many = load("client", server.port, connections=CONNECTIONS, start=few, total=singles)
+            read = load("read", server.port)
+            rows.append(
+                {
+                    "server": name,
+                    "writes/s, 1 connection": few / alone["seconds"],
+                    f"writes/s, {CONNECTIONS} connections": singles / many["seconds"],
+                    "p99 ms": many["p99"] * 1e3,
+                    "read of": few + singles,
+                    "seconds": read["seconds"],
+                }
+            )
+    return rows
+
+
 def measure_big(items: int, folder: Path, *words: str) -> dict[str, Any]:
-    """Items of 200 KB with tokens, beside a plain sequential write of as many bytes, synced as often."""
+    """Items of 200 KB with tokens, beside the same bytes written plainly and by sqlite3, each synced as often.
+
+    These two run before and after, and the mean of both counts.
+    """
     body = big_batch(0, 20, 22_000)
+    before = _plain_rate(body, items // 20, folder), _sqlite_rate(body, items // 20, folder)
+    with buffer_server(folder / "big", *words) as server:
+        cpu = server.cpu()
+        done = load("big", server.port, total=items, connections=4)
+        cpu, peak = server.cpu() - cpu, server.peak_mb()
+    plain = (before[0] + _plain_rate(body, items // 20, folder)) / 2
+    alone = (before[1] + _sqlite_rate(body, items // 20, folder)) / 2
+    rate = done["bytes"] / done["seconds"] / 1e6
+    return {
+        "items": items,
+        "MB": done["bytes"] / 1e6,
+        "MB/s": rate,
+        "plain MB/s": plain,
+        "of it %": 100 * rate / plain,
+        "sqlite3 MB/s": alone,
+        "times that": rate / alone,
+        "server CPU ms/MB": cpu * 1e9 / done["bytes"],
+        "server peak MB": peak,
+    }
+
+
+def _plain_rate(body: bytes, times: int, folder: Path) -> float:
     began = time.perf_counter()
     with (folder / "plain").open("wb") as file:
-        for _ in range(items // 20):
+        for _ in range(times):
             file.write(body)
             file.flush()
             os.fdatasync(file.fileno())
-    plain = items // 20 * len(body) / (time.perf_counter() - began) / 1e6
+    seconds = time.perf_counter() - began
     (folder / "plain").unlink()
-    with buffer_server(folder / "big", *words) as server:
-        done = load("big", server.port, total=items, connections=4)
-        rate = done["bytes"] / done["seconds"] / 1e6
-        return {
-            "items": items,
-            "MB": done["bytes"] / 1e6,
-            "MB/s": rate,
-            "plain MB/s": plain,
-            "of it %": 100 * rate / plain,
-            "server peak MB": server.peak_mb(),
-        }
+    return times * len(body) / seconds / 1e6
+
+
+def _sqlite_rate(body: bytes, times: int, folder: Path) -> float:
+    """By sqlite3 as the buffer sets it up, 20 rows in a transaction."""
+    row = body[: len(body) // 20]
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        database = sqlite3.connect(Path(name) / "alone.sqlite", isolation_level=None)
+        for setting in (
+            "page_size = 8192",
+            "journal_mode = WAL",
+            "synchronous = FULL",
+            "wal_autocheckpoint = 2048",
+        ):
+            database.execute(f"PRAGMA {setting}")
+        database.execute("CREATE TABLE bodies (seq INTEGER PRIMARY KEY, body BLOB NOT NULL)")
+        began = time.perf_counter()
+        for _ in range(times):
+            database.execute("BEGIN")
+            for _ in range(20):
+                database.execute("INSERT INTO bodies (body) VALUES (?)", (row,))
+            database.execute("COMMIT")
+        seconds = time.perf_counter() - began
+        database.close()
+    return times * 20 * len(row) / seconds / 1e6
 
 
 def measure_refusal(size: int, folder: Path) -> dict[str, Any]:
@@ -229,16 +325,19 @@ def main() -> None:
         bare = (bare + bare_rate(singles, folder)) / 2
         for row in writes:
             row["of bare %"] = 100 * row["writes/s"] / bare
+            row["CPU of the first"] = row["server CPU us/write"] / writes[0]["server CPU us/write"]
+        beside = measure_beside(singles, folder)
         reads = measure_read(items, folder)
         big = measure_big(400 if options.quick else 2_000, folder)
         refusal = measure_refusal(400 * 10**6, folder)
         print_table("A bare aiohttp.web server that reads and answers", [{"requests/s": bare}])
         print_table("SQLite: single durable writes, 32 connections", writes)
         print_table(f"SQLite: batches of {BATCH}, 4 connections, and opening what is there", [batches])
+        print_table("SQLite beside slime's server: single writes, and a read of them", beside)
         print_table("SQLite: one read of everything", reads)
         print_table("SQLite: items of 200 KB with tokens, batches of 20, 4 connections", [big])
         print_table("A body that is refused, beside writes", [refusal])
-        rows = [{"bare/s": bare}, *writes, batches, *reads, big, refusal]
+        rows = [{"bare/s": bare}, *writes, batches, *beside, *reads, big, refusal]
         rows += _measure_postgres(sizes[:2], singles, items, folder)
     write_json(options.json, "buffer", rows)
 
