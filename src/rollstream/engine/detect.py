@@ -91,7 +91,7 @@ def read_answers(
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | None:
-    async with session.get(url) as response:
+    async with session.get(url, allow_redirects=False) as response:
         payload = await response.read()
     if response.status in (502, 503, 504):  # a router whose servers are not there yet
         raise aiohttp.ClientConnectionError(f"{url} answers {response.status}")

@@ -3,12 +3,12 @@
 no connection, connection lost, no HTTP            -> away
 502, 503, 504 and its health says no               -> away
 502, 503, 504 and it is healthy, other 5xx, 429    -> transient
-other 4xx                                          -> this request is bad
+other 4xx, a redirect, which is never followed     -> this request is bad
 """
 
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -87,7 +87,7 @@ class HttpServer:
         sent_twice = False
         while True:
             try:
-                async with self._open_session().post(self._url(path), data=body) as response:
+                async with self._send("POST", path, body) as response:
                     status, payload = response.status, await response.read()
                 break
             except CONNECTION_ERRORS as error:
@@ -125,7 +125,7 @@ class HttpServer:
             ReplicaUnavailableError: no connection, or it is lost inside the block.
         """
         try:
-            async with self._open_session().post(self._url(path), data=body) as response:
+            async with self._send("POST", path, body) as response:
                 yield response
         except CONNECTION_ERRORS as error:
             raise self._away(error) from error
@@ -177,12 +177,18 @@ class HttpServer:
     ) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._open_session().request(
-                method, self._url(path), data=body, timeout=timeout
-            ) as response:
+            async with self._send(method, path, body, timeout=timeout) as response:
                 return response.status, await response.read()
         except CONNECTION_ERRORS as error:
             raise self._away(error) from error
+
+    def _send(
+        self, method: str, path: str, body: bytes | None, **options: Any
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        # A job of a buffer may name its engine, but only where the operator allows it.
+        return self._open_session().request(
+            method, self._url(path), data=body, allow_redirects=False, **options
+        )
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._closed:

@@ -1,0 +1,52 @@
+"""Whoever names an engine names all that is asked: no server leads on to another."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from rollstream.engine.detect import detect_server
+from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer
+from rollstream.errors import ConfigError, EngineError
+
+
+@pytest.fixture
+async def leading() -> AsyncIterator[tuple[str, list[str]]]:
+    """A server that redirects every request to another one, and what that one was asked."""
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.json_response({"model_path": "org/model", "data": []})
+
+    async def lead(request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect(elsewhere.make_url(request.path))
+
+    apps = []
+    for handler in (answer, lead):
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handler)
+        apps.append(app)
+    async with TestServer(apps[0]) as elsewhere, TestServer(apps[1]) as server:
+        yield str(server.make_url("")).rstrip("/"), asked
+
+
+async def test_no_redirect_is_followed(leading: tuple[str, list[str]]) -> None:
+    url, asked = leading
+    with pytest.raises(ConfigError):
+        await detect_server([url], timeout=60)
+    server = HttpServer(url, CONNECTION_KWARGS)
+
+    async def healthy() -> bool:
+        return True
+
+    try:
+        assert (await server.get("/v1/models", timeout_s=60))[0] == 307
+        async with server.stream("/v1/chat/completions", b"{}") as response:
+            assert response.status == 307
+        with pytest.raises(EngineError):
+            await server.post("/generate", b"{}", is_healthy=healthy, wanted=lambda: True)
+    finally:
+        await server.close()
+    assert asked == []
