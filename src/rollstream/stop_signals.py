@@ -70,6 +70,10 @@ class StopSignals:
         elif now - self._bound_since > TOGETHER_S:
             os._exit(128 + number)
 
+    def take_time(self) -> None:
+        """Lifts the bound: what is left to do has an end. A second signal still ends the process at once."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
     def _receive(self, number: int) -> None:
         now = asyncio.get_running_loop().time()
         if self.signal is None:

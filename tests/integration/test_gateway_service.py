@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import orjson
+import pyarrow.parquet as pq
 import pytest
 
 from rollstream.demo import MODEL_PATH
@@ -65,6 +66,7 @@ def test_a_fleet_works_off_a_prompt_file(tmp_path: Path, engine: str) -> None:
             assert server.post("/v1/sessions", asked)[0] in (400, 404)
         assert server.stop() == 0
     assert [failure.index for failure in read_failures(folder)] == [0]
+    assert not (folder / "trajectories.parquet").exists()
     words = ["--config", str(folder / "config.yaml"), "generation.retry_failed=true"]
     with serve_gateway(folder, engine, *words) as server:
         played = [play(server, None) for _ in range(4)]
@@ -75,7 +77,7 @@ def test_a_fleet_works_off_a_prompt_file(tmp_path: Path, engine: str) -> None:
     found = read_status(folder)
     assert (found.completed, found.failed, found.owed) == (6, 0, 0)
     assert validate_run(folder).sound
-    assert export_run(folder, "parquet").rows == 6
+    assert pq.read_metadata(folder / "trajectories.parquet").num_rows == 6
     run = subprocess.run(
         [sys.executable, "-m", "rollstream.cli", "generate", "--config", str(folder / "config.yaml")],
         capture_output=True,

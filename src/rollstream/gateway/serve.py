@@ -150,6 +150,7 @@ async def _serve(
             prompt_column=settings.data.prompt_key,
             truth_column=settings.data.ground_truth_key,
         )
+        stack.push_async_callback(_merge, root, sink, signals)
         stack.push_async_callback(sink.close)
         await sink.start()
         log_dir = root.paths.logs
@@ -235,6 +236,13 @@ async def _until_told(
             task.cancel()
         await asyncio.gather(asked, *tasks, return_exceptions=True)
         logger.info("%s", service.progress())
+
+
+async def _merge(run: RunDirectory, sink: RunSink, signals: StopSignals) -> None:
+    """Makes the artifact of a run that is whole, when everything else has ended."""
+    if signals.signal is not None and sink.all_done():
+        signals.take_time()
+        await in_daemon_thread(run.merge)
 
 
 async def _report(service: SessionService, sink: RunSink | BufferSink) -> None:

@@ -192,6 +192,12 @@ class RunSink:
         finally:
             await asyncio.to_thread(self.write_checkpoint)
 
+    def all_done(self) -> bool:
+        """Whether every rollout of the rows is done or has failed, and there are any."""
+        order = self._indices.values() if self._dataset is None else self._dataset.order
+        owed = self._keys.owed(order, retry_failed=False)
+        return self._run.state.rows > 0 and next(owed, None) is None
+
     def write_checkpoint(self) -> None:
         """Writes `checkpoint.json`: it is for people and scripts that look on."""
         rows = self._rows if self._dataset is not None else len(self._indices)

@@ -20,7 +20,7 @@ from rollstream.config.load import compose
 from rollstream.config.settings import RewardSettings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.sources import ObjectRows
-from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
+from rollstream.errors import ConfigError, RunDirectoryError, StorageError
 from rollstream.generation.exports import exporter
 from rollstream.generation.identity import adopted_manifest
 from rollstream.generation.logs import log_to_file
@@ -34,7 +34,6 @@ from rollstream.reward.custom import reward_of_function
 from rollstream.rollout.local import WindowCounters
 from rollstream.rollout.setup import in_flight_limit
 from rollstream.stop_signals import StoppedEarly, StopSignals
-from rollstream.store.batch import DamagedFileError
 from rollstream.store.extend import extend_run, finish_extend
 from rollstream.store.journal import write_file_durably
 from rollstream.store.keys import KeyStates
@@ -46,10 +45,9 @@ from rollstream.store.manifest import (
     read_manifest,
     write_manifest,
 )
-from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import EncodedRollout, RecordCodec
-from rollstream.store.recovery import inspect, quarantine_batch
+from rollstream.store.recovery import inspect
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run
 from rollstream.store.scores import RECORDED, active_name
 from rollstream.store.summary import FailureCause, write_checkpoint
@@ -370,7 +368,7 @@ class _Run:
         if complete and self._settings.final_merge and state.rows:
             try:
                 self._waits.begin("merging")
-                artifact_rows = await self._merge()
+                artifact_rows = await self._interruptible(lambda cancelled: run.merge(cancelled=cancelled))
                 self._waits.begin("exporting")
                 not_exported = await self._export()
             except StoppedEarly:
@@ -524,23 +522,6 @@ class _Run:
                 await asyncio.gather(work, *companions, return_exceptions=True)
             if executor.counters.dropped:
                 logger.info("dropped %d rollouts in flight; they are owed again", executor.counters.dropped)
-
-    async def _merge(self) -> int:
-        """Returns the artifact's rows. Raises `DamageError`, `StorageError`, `StoppedEarly`."""
-        run = self._directory
-        try:
-            rows = await self._interruptible(
-                lambda cancelled: merge_batches(run.paths, run.manifest.run_id_bytes, cancelled=cancelled)
-            )
-        except DamagedFileError as error:
-            kept, _ = quarantine_batch(run.paths, run.manifest, error.path)
-            raise DamageError(f"{error}. It was moved to {kept}; run the same command once more.") from error
-        if rows != run.state.rows:
-            raise StorageError(
-                f"{run.paths.root} has {run.state.rows} trajectories, but its batches {rows}: not everything "
-                "could be sealed. What was counted as done is safe; run the same command again."
-            )
-        return rows
 
     async def _export(self) -> ConfigError | StorageError | None:
         """Writes the artifact in further formats; one that cannot be written is in no other's way.

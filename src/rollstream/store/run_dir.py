@@ -2,18 +2,21 @@
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from rollstream.errors import ConfigError, RunDirectoryError, StorageError
+from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
+from rollstream.store.batch import DamagedFileError
 from rollstream.store.journal import sync_folder, write_file_durably
 from rollstream.store.lock import RunLock
 from rollstream.store.manifest import Manifest, check_identity, read_manifest, write_manifest
+from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
-from rollstream.store.recovery import RunState, recover
+from rollstream.store.recovery import RunState, quarantine_batch, recover
 from rollstream.store.scores import score_folder
 from rollstream.trajectory import LogprobKind
 from rollstream.untrusted import read_regular
@@ -44,6 +47,26 @@ class RunDirectory:
             )
         self.manifest = msgspec.structs.replace(self.manifest, logprobs=kind)
         write_manifest(self.paths.root, self.manifest)
+
+    def merge(self, *, cancelled: Callable[[], bool] = lambda: False) -> int:
+        """Merges the batches, in which everything is, into the artifact; returns its rows.
+
+        Raises:
+            DamageError: a batch is damaged: it was moved away, and its rollouts are owed again.
+            StorageError: the disk is full, or something is in no batch. What was done is safe.
+            MergeCancelledError: `cancelled`, asked now and then, said so.
+        """
+        try:
+            rows = merge_batches(self.paths, self.manifest.run_id_bytes, cancelled=cancelled)
+        except DamagedFileError as error:
+            kept, _ = quarantine_batch(self.paths, self.manifest, error.path)
+            raise DamageError(f"{error}. It was moved to {kept}; run the same command once more.") from error
+        if rows != self.state.rows:
+            raise StorageError(
+                f"{self.paths.root} has {self.state.rows} trajectories, but its batches {rows}: not everything "
+                "could be sealed. What was counted as done is safe; run the same command again."
+            )
+        return rows
 
     def close(self) -> None:
         """Gives the lock back. Idempotent."""
