@@ -9,6 +9,7 @@ ROLLSTREAM_ROW, ROLLSTREAM_RESULT, ROLLSTREAM_MODEL                        its t
 import asyncio
 import hashlib
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -47,6 +48,7 @@ from rollstream.gateway.sandbox import (
     named_path,
     program_environment,
 )
+from rollstream.redaction import names_secret
 from rollstream.scratch import ScratchFolder, remove_folder
 from rollstream.surrogates import decode_json
 
@@ -144,7 +146,9 @@ class CommandAgent(RecordedAgent):
                 socket = _socket_of(self._folder)
                 stack.callback(socket.unlink, missing_ok=True)
                 await stack.enter_async_context((await shared.endpoint.get()).listening_at(socket))
-            sandbox = LocalSandbox(shared.sandbox, self._folder, secrets=[secret], socket=socket)
+            passed = [os.environ.get(name, "") for name in settings.pass_env if names_secret(name)]
+            secrets = [secret, *filter(None, passed)]
+            sandbox = LocalSandbox(shared.sandbox, self._folder, secrets=secrets, socket=socket)
             stack.push_async_callback(lambda: finish_despite_cancellation(sandbox.stop()))
             return await self._run(sandbox, settings, url, secret, row)
 
@@ -209,7 +213,9 @@ class CommandAgent(RecordedAgent):
         keep = self.settings.keep_workdir
         try:
             if keep == "always" or (keep == "failed" and not self._done):
-                (folder / "output.txt").write_text(self._output)
+                output = folder / "output.txt"
+                output.touch(mode=0o600)
+                output.write_text(self._output)
                 workdirs: Path = self.shared.workdirs
                 workdirs.mkdir(parents=True, exist_ok=True)
                 target = workdirs / _NOT_IN_NAMES.sub("_", self.request_id)

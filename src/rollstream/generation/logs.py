@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 def log_to_file(folder: Path, level: str) -> Iterator[Path]:
     """Writes what `rollstream` and Ray log into a new file of `folder` while the context lasts."""
     path = folder / f"attempt-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+    with suppress(OSError):
+        path.touch(mode=0o600)  # why a rollout failed may be any program's output
     handler = _PatientFileHandler(path, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("rollstream")

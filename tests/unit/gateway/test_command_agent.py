@@ -117,6 +117,18 @@ async def test_a_program_that_fails_says_why(
         assert word in failure.error
 
 
+async def test_a_secret_that_was_passed_on_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_API_KEY", "sesame")
+    script = ANSWERS + "print(os.environ['MY_API_KEY']); sys.exit(1)"
+    options = {"pass_env": ["MY_API_KEY"], "keep_workdir": "failed", "workdirs": str(tmp_path / "kept")}
+    worker = command_worker(await started(says("so")), program(tmp_path, script), **options)
+    assert "sesame" not in failed(await worker.run(make_row(), 0)).error
+    (output,) = tmp_path.glob("kept/*/output.txt")
+    assert output.read_text() == "***" and output.stat().st_mode & 0o777 == 0o600
+
+
 async def test_a_program_that_hangs_is_ended_and_tried_again(tmp_path: Path) -> None:
     script = ANSWERS + "time.sleep(600)"
     worker = command_worker(await started(says("so")), program(tmp_path, script), timeout=0.5, max_attempts=2)
