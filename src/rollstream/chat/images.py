@@ -7,6 +7,7 @@ nothing is fetched over the network unless that was allowed.
 import base64
 import binascii
 import hashlib
+import http.client
 import importlib.util
 import io
 import time
@@ -186,7 +187,9 @@ def _fetch(url: str, name: str) -> bytes:
     except urllib.error.HTTPError as error:
         kind = TransientError if error.code >= 500 or error.code in (408, 429) else DataError
         raise kind(f"{name}: the server answers {error.code}") from error
-    except (OSError, ValueError) as error:
+    except http.client.InvalidURL as error:
+        raise DataError(f"{name}: is no URL ({error})") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise TransientError(f"{name}: cannot be fetched ({error})") from error
     return data
 

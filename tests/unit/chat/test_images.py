@@ -173,3 +173,6 @@ def test_fetching_that_fails(server: str, path: str, error: type[Exception], mes
         load_image(server + path, allow_http=True)
     with pytest.raises(TransientError, match="cannot be fetched"):
         load_image("http://127.0.0.1:1/x.png", allow_http=True)
+    for url in ("http://127.0.0.1:port/x.png", "http://127.0.0.1/a b.png"):
+        with pytest.raises(DataError):
+            load_image(url, allow_http=True)
