@@ -136,7 +136,7 @@ class Proxy:
         self._last = {"role": "assistant", "content": "That is all."}
 
     async def answer(self, request: Request) -> web.Response:
-        body = await request_object(request)
+        body = await request_object(request, dict)
         message = self._turn if len(body["messages"]) < 3 * TURNS else self._last
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}
         head = {"id": "x", "object": "chat.completion", "created": int(time.time()), "model": "m"}

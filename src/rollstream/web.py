@@ -1,11 +1,11 @@
 """Our HTTP layer: a table of routes over aiohttp's low-level server, with the checks that every server needs.
 
     connection ──> one too many? ──> head ──> route, Host, Origin, token ──> body ──> handler ──> answer
-                   closed            bounded  404 405 403 401 415            413 408 503    cut off if unread
+                   idle one closed   bounded  404 405 403 401 415            413 408 503      503, cut off if unread
 
-A request is refused before its body is read wherever that is possible. Bodies share one budget of bytes.
-One task checks all connections now and then and cuts off those whose client does not read its answer;
-aiohttp itself closes connections that are idle or stay in the middle of a head.
+A request is refused before its body is read wherever that is possible. Bodies share a budget of bytes, and large
+answers another one (`_Budget`). One task checks all connections now and then and cuts off those whose client does
+not read its answer; aiohttp itself closes connections that are idle or stay in the middle of a head.
 """
 
 import asyncio
@@ -18,17 +18,21 @@ import logging
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import msgspec
 from aiohttp import hdrs, web
 from aiohttp.web_protocol import _ErrInfo
 from multidict import CIMultiDictProxy
 
+from rollstream.aio import finish_despite_cancellation
 from rollstream.errors import ConfigError, RollstreamError
 from rollstream.surrogates import decode_json
 
@@ -43,6 +47,15 @@ is reset, and the client may see that in place of the answer."""
 
 _READ_BUFFER = 2**16
 """Bytes of a body that aiohttp keeps before anybody reads it, about; a connection may have 32 such bodies."""
+
+_PART = 2**18
+"""Bytes of a large answer that are written at once, and of a body or an answer by which it has moved."""
+
+_LONG_BODY = 2**18
+"""Bytes of a body from which on Python may take a tenth of a second to read what is in it."""
+
+_READERS = 2
+"""Threads that read long bodies: they share Python's lock with the event loop."""
 
 _GONE = 499
 """As nginx counts requests whose client went away."""
@@ -123,7 +136,15 @@ class Limits:
     """Bytes of one body."""
     bodies_in_flight: int = 256 * 2**20
     """Bytes of all bodies whose requests are not answered yet."""
+    answers_in_flight: int = 256 * 2**20
+    """Bytes of all answers that clients have not read yet, but for streams."""
+    client_share: float = 0.75
+    """Of either, for one client."""
+    small: int = 2**16
+    """Bytes of a body, and of an answer, that are not counted: connections bound them, and they get through always."""
     max_connections: int = 1024
+    still_seconds: float = 1.0
+    """A body or an answer that has not moved for longer gives way where there is no room."""
     body_idle_seconds: float = 60.0
     """Without one more byte of a body."""
     answer_idle_seconds: float = 60.0
@@ -142,6 +163,7 @@ class Request:
 
     Attributes:
         raw: aiohttp's, for a streamed answer.
+        client: whose share of the budgets it takes: that of its address, unless a handler knows better.
         params: what the path's `{name}` segments stand for.
         shown_token: the server's token came with it.
         token_of: whose limited token came with it.
@@ -157,8 +179,10 @@ class Request:
         self.shown_token = False
         self.token_of: str | None = None
         self.replaced_surrogates = 0
+        self.client = raw.remote or ""
         self._server = server
-        self._held = 0
+        self._held: _Held | None = None
+        self._length = 0
 
     @property
     def query(self) -> dict[str, str]:
@@ -193,22 +217,34 @@ class Request:
             await raw.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             raw.writer.output_size = 0  # the answer has not begun
         body = io.BytesIO()  # grows in place: joining parts would take the memory twice
+        held = self._held = _Held(self.client)
         while not raw.content.at_eof():
             try:
-                async with asyncio.timeout(limits.body_idle_seconds):
+                async with asyncio.timeout(limits.body_idle_seconds) as patience:
+                    held.give_way = functools.partial(patience.reschedule, 0.0)
                     part = await raw.content.readany()
             except TimeoutError:
+                if held.gave_way:
+                    raise _busy() from None
                 text = f"no byte came for {limits.body_idle_seconds:g} s, and the body is not complete"
                 raise HTTPError(408, text, "timeout") from None
-            self._held += len(part)
-            server.body_bytes += len(part)
-            if self._held > most:
+            self._length += len(part)
+            if self._length > most:
                 raise _too_large(most)
-            if server.body_bytes > limits.bodies_in_flight:
-                text = "other requests take all the room for bodies: try again"
-                raise HTTPError(503, text, "busy", headers={"retry-after": "1"})
+            server.bodies.take(held, min(len(part), self._length - limits.small))
+            server.bodies.move(held, len(part))
             body.write(part)
+        server.bodies.keep(held)
         return body.getvalue()
+
+    async def in_thread(self, read: Callable[[], T]) -> T:
+        """Reads what is in the body; a long one in a thread, one at a time for each client."""
+        if self._length < _LONG_BODY:
+            return read()
+        lock = self._server.reading.setdefault(self.client, asyncio.Lock())
+        async with lock:
+            reading = asyncio.get_running_loop().run_in_executor(self._server.readers, read)
+            return await finish_despite_cancellation(reading)
 
     async def json(self, kind: type[T], most: int | None = None) -> T:
         """The body as a value of `kind`; an empty body counts as `{}`.
@@ -253,8 +289,8 @@ class Request:
 
     def release(self) -> None:
         """Gives the body's bytes back to the budget; for handlers that go on without it."""
-        self._server.body_bytes -= self._held
-        self._held = 0
+        if self._held is not None:
+            self._server.bodies.release(self._held)
 
     def cut_off(self) -> ConnectionResetError:
         """Ends the connection: its answer has begun and cannot be finished. The error is to be raised."""
@@ -314,6 +350,89 @@ def _too_large(most: int) -> HTTPError:
     return HTTPError(413, f"the body is larger than {most} bytes: send less at once", "too_large")
 
 
+def _busy() -> HTTPError:
+    text = "other requests take all the room for bodies and answers: try again"
+    return HTTPError(503, text, "busy", headers={"retry-after": "1"})
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """Bytes that a request makes the server hold."""
+
+    client: str
+    give_way: Callable[[], None] = lambda: None
+    """Ends the request."""
+    gave_way: bool = False
+    bytes: int = 0
+    moved: int = 0
+    """Since `moved_at`."""
+    moved_at: float = field(default_factory=time.monotonic)
+
+
+class _Budget:
+    """Bytes that requests make the server hold: at most `most`, and those of one client at most `share`.
+
+    Where there is no room for more, a request that stands still gives way, the one that has for longest first:
+    nobody keeps others out who neither sends his body nor reads his answer. If all move, the new one is refused.
+    """
+
+    def __init__(self, most: int, share: int, still_s: float) -> None:
+        self.bytes = 0
+        self._most, self._share, self._still_s = most, share, still_s
+        self._of: Counter[str] = Counter()
+        self._moving: dict[_Held, None] = {}
+        """Those that may give way, by when they moved last."""
+
+    def take(self, held: _Held, number: int) -> None:
+        """Counts so many bytes more, if they are any. Raises `HTTPError` where there is no room."""
+        if held.gave_way:
+            raise _busy()
+        if number <= 0:
+            return
+        self._add(held, number)
+        self._moving.setdefault(held)
+        while short := self._is_short(held):
+            others = (one for one in self._moving if short == "all" or one.client == held.client)
+            slowest = next(others, held)
+            if slowest is held or time.monotonic() - slowest.moved_at < self._still_s:
+                raise _busy()
+            slowest.gave_way = True
+            self.release(slowest)
+            slowest.give_way()
+
+    def _is_short(self, held: _Held) -> str:
+        """Whose room is short, if it is; what is larger than the room for all has it alone."""
+        if self.bytes > max(self._most, held.bytes):
+            return "all"
+        return "client" if self._of[held.client] > max(self._share, held.bytes) else ""
+
+    def move(self, held: _Held, number: int) -> None:
+        """So many bytes were received or sent."""
+        held.moved += number
+        if held.moved >= _PART:
+            held.moved, held.moved_at = 0, time.monotonic()
+            if held in self._moving:
+                del self._moving[held]
+                self._moving[held] = None
+
+    def keep(self, held: _Held) -> None:
+        """It has moved, and does not give way any more."""
+        self._moving.pop(held, None)
+
+    def release(self, held: _Held) -> None:
+        """Gives its bytes back."""
+        self.keep(held)
+        self._add(held, -held.bytes)
+
+    def _add(self, held: _Held, number: int) -> None:
+        if number:
+            held.bytes += number
+            self.bytes += number
+            self._of[held.client] += number
+            if not self._of[held.client]:
+                del self._of[held.client]
+
+
 class WebServer:
     """Answers requests by a table of routes.
 
@@ -336,9 +455,14 @@ class WebServer:
         render_error: RenderError = render_json_error,
         on_answer: OnAnswer = lambda *_: None,
     ) -> None:
-        self.limits = limits or Limits()
-        self.body_bytes = 0
-        """Of bodies in flight."""
+        self.limits = limits = limits or Limits()
+        self.bodies, self.answers = (
+            _Budget(most, int(limits.client_share * most), limits.still_seconds)
+            for most in (limits.bodies_in_flight, limits.answers_in_flight)
+        )
+        self.reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By client: one of its bodies is read in a thread."""
+        self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="web-read")
         self.replaced_surrogates = 0
         self.url = ""
         """Known once `start` has returned."""
@@ -354,6 +478,8 @@ class WebServer:
         self._on_answer = on_answer
         self._servers: list[asyncio.Server] = []
         self._connections: set[_Connection] = set()
+        self._idle: dict[_Connection, None] = {}
+        """Those that no request is answered on, the one that is so for longest first."""
         self._handlers: dict[asyncio.Task[Any], web.RequestHandler] = {}
         self._watch: asyncio.Task[None] | None = None
         self._stopping = False
@@ -439,6 +565,7 @@ class WebServer:
             for connection in list(self._connections):
                 connection.socket.abort()
             self._watch.cancel()
+            self.readers.shutdown(wait=False)
         if self._handlers:
             await asyncio.wait(self._handlers, timeout=_CANCEL_S)
         if self._handlers:
@@ -450,6 +577,7 @@ class WebServer:
         task = cast("asyncio.Task[Any]", asyncio.current_task())
         connection = cast(_Connection, raw.protocol)
         self._handlers[task] = connection
+        self._idle.pop(connection, None)
         request, route = Request(raw, self), None
         try:
             match = await self._table.resolve(cast(web.Request, raw))
@@ -463,14 +591,35 @@ class WebServer:
                 connection.cancels = task
             answer = await route.handler(request)
             response = answer if isinstance(answer, web.StreamResponse) else json_response(answer)
+            if isinstance(response, web.Response) and raw.method != hdrs.METH_HEAD:
+                await self._send(request, connection, response)
         except Exception as error:
             response = self._refuse(request, route, error)
         finally:
             connection.cancels = None
             del self._handlers[task]
+            if connection in self._connections:
+                self._idle[connection] = None
             request.release()
         self._on_answer(route, response.status, time.perf_counter() - began)
         return response
+
+    async def _send(self, request: Request, connection: "_Connection", response: web.Response) -> None:
+        """Sends a large answer in parts, so that no second copy of it waits; what is small aiohttp sends."""
+        body = response.body
+        if not isinstance(body, bytes) or len(body) <= self.limits.small:
+            return
+        held = _Held(request.client, connection.socket.abort)
+        try:
+            self.answers.take(held, len(body))
+            await response.prepare(request.raw)
+            for at in range(0, len(body), _PART):
+                await response.write(memoryview(body)[at : at + _PART])
+                self.answers.move(held, _PART)
+            response.body = None
+            await response.write_eof()
+        finally:
+            self.answers.release(held)
 
     def _refuse(self, request: Request, route: Route | None, error: Exception) -> web.Response:
         raw = request.raw
@@ -546,6 +695,10 @@ class _Connection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         server = self._web
         self.socket = cast(asyncio.Transport, transport)
+        if len(server._connections) >= server.limits.max_connections and server._idle:
+            longest = next(iter(server._idle))  # whoever asks for nothing keeps nobody out
+            longest._leave()
+            longest.socket.abort()
         too_many = (
             len(self._others) >= self._most or len(server._connections) >= server.limits.max_connections
         )
@@ -554,7 +707,13 @@ class _Connection(web.RequestHandler):
             return
         self._others.add(self)
         server._connections.add(self)
+        server._idle[self] = None
         super().connection_made(transport)
+
+    def _leave(self) -> None:
+        self._others.discard(self)
+        self._web._connections.discard(self)
+        self._web._idle.pop(self, None)
 
     def data_received(self, data: bytes) -> None:
         """Drops what comes after the first fault: aiohttp would keep each part of it, with a traceback."""
@@ -563,8 +722,7 @@ class _Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
-        self._others.discard(self)
-        self._web._connections.discard(self)
+        self._leave()
         if self.cancels is not None:
             self.cancels.cancel()
 

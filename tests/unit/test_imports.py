@@ -10,9 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2] / "src" / "rollstream"
 
 FLOORS: list[set[str]] = [
-    {"trajectory", "errors", "surrogates"},
+    {"trajectory", "errors", "surrogates", "aio"},
     {
-        "aio",
         "web",
         "user_code",
         "daemon_threads",

@@ -5,7 +5,9 @@ import base64
 import contextlib
 import gzip
 import json
+import threading
 import tracemalloc
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -413,7 +415,7 @@ async def test_too_large_bodies_are_refused() -> None:
         part = b"1f4\r\n" + b"x" * 500 + b"\r\n"
         assert await ask(server, chunked, part, part, b"0\r\n\r\n") == 200
         assert await ask(server, chunked, part, part, part) == 413
-        assert server.body_bytes == 0
+        assert server.bodies.bytes == 0
 
 
 async def test_compressed_bodies_are_refused_unread() -> None:
@@ -436,7 +438,7 @@ async def test_compressed_bodies_are_refused_unread() -> None:
             else:
                 await connection.send(zeros)
                 assert await connection.closed()
-        assert server.body_bytes == 0
+        assert server.bodies.bytes == 0
 
 
 async def test_what_comes_after_a_broken_head_is_dropped() -> None:
@@ -464,10 +466,12 @@ async def test_what_comes_after_a_broken_head_is_dropped() -> None:
 
 
 async def test_bodies_share_a_budget() -> None:
-    async with serving(limits=Limits(bodies_in_flight=1000)) as server:
+    async with serving(
+        limits=Limits(bodies_in_flight=1000, client_share=1.0, small=0, still_seconds=60)
+    ) as server:
         first = await Connection.to(server)
         await first.send(head("POST", "/length", Content_Length="900") + b"x" * 800)
-        await until(lambda: server.body_bytes == 800)
+        await until(lambda: server.bodies.bytes == 800)
         refused = await Connection.to(server)
         await refused.send(head("POST", "/length", Content_Length="300") + b"x" * 300)
         assert await refused.status() == 503
@@ -475,22 +479,100 @@ async def test_bodies_share_a_budget() -> None:
         await first.send(b"x" * 100)
         assert await first.status() == 200
         assert await ask(server, head("POST", "/length", Content_Length="300") + b"x" * 300) == 200
-        assert server.body_bytes == 0
+        assert server.bodies.bytes == 0
+
+
+async def test_small_bodies_get_through_always() -> None:
+    limits = Limits(bodies_in_flight=1000, client_share=1.0, small=400, still_seconds=60)
+    async with serving(limits=limits) as server:
+        full = [await Connection.to(server) for _ in range(2)]
+        for connection in full:
+            await connection.send(head("POST", "/length", Content_Length="2000") + b"x" * 900)
+        await until(lambda: server.bodies.bytes == 1000)
+        for size, status in (400, 200), (1500, 503), (400, 200):
+            whole = head("POST", "/length", Content_Length=str(size)) + b"x" * size
+            assert await ask(server, whole) == status
+
+
+async def test_unfinished_bodies_give_way() -> None:
+    """Two of them, of which a byte came now and then, kept everybody out for ever."""
+    limits = Limits(bodies_in_flight=1000, client_share=1.0, small=0, still_seconds=0.1)
+    async with serving(limits=limits) as server:
+        slow = [await Connection.to(server) for _ in range(2)]
+        for connection in slow:
+            await connection.send(head("POST", "/length", Content_Length="900") + b"x" * 499)
+        await until(lambda: server.bodies.bytes == 998)
+        async with asyncio.timeout(PATIENCE_S):
+            while await ask(server, head("POST", "/length", Content_Length="300") + b"x" * 300) != 200:
+                for connection in slow:
+                    await connection.send(b"x")
+        assert await slow[0].status() == 503  # the other one need not go, and may still do
+        assert server.bodies.bytes < 600
+
+
+async def test_a_client_has_a_share() -> None:
+    async def of_session(request: Request) -> Any:
+        request.client = request.params["session"]
+        return len(await request.body())
+
+    routes = [Route("POST", "/{session}", of_session)]
+    limits = Limits(bodies_in_flight=1000, client_share=0.5, small=0, still_seconds=60)
+    async with serving(routes, limits=limits) as server:
+        first = await Connection.to(server)
+        await first.send(head("POST", "/a", Content_Length="500") + b"x" * 400)
+        await until(lambda: server.bodies.bytes == 400)
+        for session, status in ("a", 503), ("b", 200), ("c", 200):
+            whole = head("POST", f"/{session}", Content_Length="300") + b"x" * 300
+            assert await ask(server, whole) == status
+
+
+async def test_long_bodies_are_read_one_at_a_time_for_each_client() -> None:
+    """In threads: who asks for something else is answered meanwhile."""
+    reading: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    go_on = threading.Event()
+
+    async def read(request: Request) -> Any:
+        request.client = request.params["session"]
+        await request.body()
+
+        def work() -> int:
+            reading[request.client] += 1
+            most[request.client] = max(most[request.client], reading[request.client])
+            go_on.wait(PATIENCE_S)
+            reading[request.client] -= 1
+            return threading.get_ident()
+
+        return await request.in_thread(work)
+
+    async with serving([*ROUTES, Route("POST", "/{session}", read)]) as server:
+        long = b"x" * 2**19
+        whole = {name: head("POST", f"/{name}", Content_Length=str(len(long))) + long for name in "ab"}
+        asked = [asyncio.create_task(ask(server, whole[name])) for name in "aaab"]
+        await until(lambda: reading == {"a": 1, "b": 1})
+        assert await ask(server, head()) == 200
+        go_on.set()
+        assert await asyncio.gather(*asked) == [200] * 4
+        assert most == {"a": 1, "b": 1}
+        short = await Connection.to(server)
+        await short.send(head("POST", "/a", Content_Length="1") + b"x")
+        assert await short.status() == 200
+        assert await short.body() == threading.get_ident()
 
 
 async def test_a_body_that_stops_coming() -> None:
     async with serving(limits=Limits(body_idle_seconds=0.1)) as server:
         assert await ask(server, head("POST", "/length", Content_Length="10") + b"x") == 408
-        assert server.body_bytes == 0
+        assert server.bodies.bytes == 0
 
 
 async def test_a_client_that_goes_away_with_half_a_body(caplog: pytest.LogCaptureFixture) -> None:
-    async with serving() as server:
+    async with serving(limits=Limits(small=0)) as server:
         connection = await Connection.to(server)
         await connection.send(head("POST", "/length", Content_Length="10") + b"x")
-        await until(lambda: server.body_bytes == 1)
+        await until(lambda: server.bodies.bytes == 1)
         connection.writer.transport.abort()
-        await until(lambda: server.body_bytes == 0)
+        await until(lambda: server.bodies.bytes == 0)
     assert not caplog.records
 
 
@@ -512,14 +594,27 @@ async def test_bodies_that_are_no_http() -> None:
 
 
 async def test_connections_are_capped() -> None:
-    async with serving(limits=Limits(max_connections=2)) as server:
-        first, second = await Connection.to(server), await Connection.to(server)
-        await first.send(head())
-        await second.send(head())
-        assert [await first.status(), await second.status()] == [200, 200]
+    """Those that ask for nothing make room: they kept everybody out before a token was asked for."""
+    go_on = asyncio.Event()
+
+    async def wait(request: Request) -> str:
+        await go_on.wait()
+        return "done"
+
+    routes = [*ROUTES, Route("GET", "/wait", wait)]
+    async with serving(routes, limits=Limits(max_connections=2)) as server:
+        idle = [await Connection.to(server) for _ in range(5)]
+        await idle[-1].send(b"GET /hel")
+        assert await ask(server, head()) == 200
+        for connection in idle[:4]:
+            assert await connection.closed()
+        busy = [await Connection.to(server) for _ in range(2)]
+        for connection in busy:
+            await connection.send(head(path="/wait"))
         third = await Connection.to(server)
         assert await third.closed()
-        first.writer.close()
+        go_on.set()
+        assert [await connection.status() for connection in busy] == [200, 200]
         await eventually_answered(server)
 
 
@@ -550,6 +645,28 @@ async def test_answers_that_nobody_reads_are_cut_off() -> None:
             await eventually_answered(server)  # there is room for one connection
             assert await unread.left_bytes() < 2**25
             unread.writer.close()
+
+
+@pytest.mark.parametrize("gives_way", [False, True])
+async def test_answers_that_nobody_reads_share_a_budget(gives_way: bool) -> None:
+    """Sixty connections that asked for 30 MB each and read nothing took gigabytes."""
+
+    async def large(request: Request) -> web.Response:
+        return web.Response(body=bytes(2**23))
+
+    limits = Limits(answers_in_flight=3 * 2**23, client_share=1.0, still_seconds=0.0 if gives_way else 60.0)
+    async with serving([*ROUTES, Route("GET", "/large", large)], limits=limits) as server:
+        unread = [await Connection.to(server) for _ in range(6)]
+        for connection in unread:
+            await connection.send(head(path="/large"))
+        statuses = sorted([await connection.status() for connection in unread])
+        assert statuses == [200] * 6 if gives_way else [200] * 3 + [503] * 3
+        assert server.answers.bytes == 3 * 2**23
+        assert await ask(server, head()) == 200
+        assert await ask(server, head("HEAD", "/large")) == 200
+        for connection in unread:
+            connection.writer.transport.abort()
+        await until(lambda: server.answers.bytes == 0)
 
 
 async def test_slow_readers_get_their_answer() -> None:

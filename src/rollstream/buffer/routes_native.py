@@ -1,5 +1,6 @@
 """The native API, below /v1."""
 
+import asyncio
 import time
 from typing import Annotated, Any, Final
 
@@ -11,7 +12,7 @@ from rollstream.buffer.items import MAX_ITEMS, MAX_TEXT, Encoding
 from rollstream.buffer.reads import Form, Ready, Scope
 from rollstream.buffer.service import Service
 from rollstream.buffer.store.base import GroupState, JobRecord, Stats, Wanted, described, listed
-from rollstream.web import Handler, HTTPError, Request, Route
+from rollstream.web import Handler, HTTPError, Request, Route, json_response
 
 MOST_GROUPS: Final = 1024
 """Of one lease."""
@@ -109,6 +110,8 @@ class NativeRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._store = service.store
+        self._whole_group = asyncio.Lock()
+        """Groups may be large: one at a time is in memory as objects, others as answers, which have a budget."""
 
     def routes(self) -> list[Route]:
         def get(path: str, handler: Handler, summary: str, **more: Any) -> Route:
@@ -302,10 +305,11 @@ class NativeRoutes:
     async def one_group(self, request: Request) -> Any:
         number = request.params["group"]
         whole = number.isascii() and number.isdigit() and len(number) < 19
-        found = await self._store.group_with_items(int(number)) if whole else None
-        if found is None:
-            raise HTTPError(404, f"there is no group {number!r:.50}", "not_found")
-        return found
+        async with self._whole_group:
+            found = await self._store.group_with_items(int(number)) if whole else None
+            if found is None:
+                raise HTTPError(404, f"there is no group {number!r:.50}", "not_found")
+            return json_response(found)
 
     async def dropped(self, request: Request) -> Any:
         asked = request.arguments(ListQuery)

@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,6 +24,9 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.t
 
 _FILES = ["*token*.json", "config.json", "generation_config.json", "*.jinja"]
 """What is fetched of a model on the hub."""
+
+_CHARS_A_TOKEN = 8
+"""More than usual text has: a conversation with more than the model's length of those is counted in pieces first."""
 
 _OPEN_MARK = "ROLLSTREAMOPEN"
 """Stands for what comes next in a message. Letters only: no template trims, escapes or splits it."""
@@ -191,6 +194,20 @@ class ChatTokenizer:
         else:
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
+
+    def characters_beyond(self, limit: int, messages: Sequence[Message], tools: Sequence[Any]) -> int:
+        """Characters of a conversation with more than twice `limit` tokens; 0 if it is shorter.
+
+        This takes as long as for a conversation of the limit: what is longer is not looked at.
+        """
+        if len(messages) <= limit and sum(map(len, _texts((messages, tools)))) <= _CHARS_A_TOKEN * limit:
+            return 0
+        text, tokens = "\n".join(_texts((messages, tools))), 0
+        for at in range(0, len(text), _CHARS_A_TOKEN * limit):
+            tokens += len(self.encode(text[at : at + _CHARS_A_TOKEN * limit]))
+            if tokens > 2 * limit:  # templates leave out a little
+                return len(text)
+        return 0
 
     def count(self, texts: list[str]) -> list[int]:
         """How many tokens each of many texts has; the tokenizer uses all cores."""
@@ -420,3 +437,16 @@ def _missing_files(folder: Path) -> str:
     if names & set(_VOCABULARY_FILES) or any(name.endswith((".model", ".tiktoken")) for name in names):
         return ""
     return f"the folder has none of {', '.join(_VOCABULARY_FILES)}"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in messages or tools, but for images."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        if value.get("type") != "image_url":
+            for inner in value.values():
+                yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)

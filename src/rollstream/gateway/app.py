@@ -18,6 +18,7 @@ import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,12 @@ _CALLS_AT_ONCE = 128
 _CONNECTIONS, _OTHER_FILES = 8192, 1024
 """One for each call that waits: a thousand sessions may have several each, and a program gone wild a thousand.
 The process opens other files, too."""
+
+_MAX_BODY = 32 * 2**20
+"""Bytes of a call: more than fits any model's context, images included."""
+
+SESSION_SHARE = 0.25
+"""Of the room for bodies and answers, for one session."""
 
 _DEPTH, _DEPTH_WRITTEN = 60, 254
 """How deeply a request's JSON may be nested, and what the JSON writer takes: what is recorded is written, with
@@ -158,7 +165,7 @@ class Endpoint:
         """Serves this machine."""
         server = WebServer(
             [*self.routes(), *self.routes("")],  # the latter where `SESSION_HEADER` says whose a request is
-            limits=Limits(max_connections=room_for_connections()),
+            limits=Limits(max_connections=room_for_connections(), client_share=SESSION_SHARE),
             translate=refusal_of,
             render_error=self.render_error,
         )
@@ -197,12 +204,13 @@ class Endpoint:
         return json_response(wire.error(error), error.status, error_headers(error))
 
     def _session(self, request: Request) -> _Open:
-        secret = request.params.get("secret") or request.headers.get(SESSION_HEADER)
-        session = self._sessions.get(secret or "")
+        secret: str = request.params.get("secret") or request.headers.get(SESSION_HEADER) or ""
+        session = self._sessions.get(secret)
         if session is None:
             raise RequestError(
                 "no session of this URL is open: it has ended, or it is another one's", status=404
             )
+        request.client = secret
         return session
 
     def _answers(self, wire: Wire) -> Any:
@@ -218,22 +226,30 @@ class Endpoint:
             assert task is not None
             session.answering.add(task)  # before its body comes: a thousand heads are a thousand calls
             try:
-                body = await request_object(request)
-                session.recorder.note_surrogates(request.replaced_surrogates)
-                _check_depth(body)
-                is_side_call = _says_side_call(body, request)
-                return await self._answer(wire, session, body, request, is_side_call=is_side_call)
+                read = partial(self._read, wire, session, request)
+                asked, is_side_call = await request_object(request, read, most=_MAX_BODY)
+                return await self._answer(wire, session, asked, request, is_side_call=is_side_call)
             finally:
                 session.answering.discard(task)
 
         return answer
 
+    def _read(self, wire: Wire, session: _Open, request: Request, body: dict[str, Any]) -> tuple[Asked, bool]:
+        """What is asked for, and whether it is a side call."""
+        recorder = session.recorder
+        recorder.note_surrogates(request.replaced_surrogates)
+        _check_depth(body)
+        is_side_call = _says_side_call(body, request)
+        with recorder.noting():
+            asked = wire.read(body, images=recorder.takes_images, strict=self._strict)
+            recorder.check_length(asked.messages, asked.tools)
+        return asked, is_side_call
+
     async def _answer(
-        self, wire: Wire, session: _Open, body: dict[str, Any], request: Request, *, is_side_call: bool
+        self, wire: Wire, session: _Open, asked: Asked, request: Request, *, is_side_call: bool
     ) -> web.StreamResponse:
         recorder = session.recorder
         with recorder.noting():
-            asked = wire.read(body, images=recorder.takes_images, strict=self._strict)
             if asked.previous is not None:
                 asked = _continued(asked, session.responses)
             call = self._call(asked, recorder, f"{wire.prefix}{uuid.uuid4().hex}", request)
@@ -303,9 +319,15 @@ class Endpoint:
 
     async def _count_tokens(self, request: Request) -> web.Response:
         recorder = self._session(request).recorder
-        body = {"max_tokens": 1, **await request_object(request)}
-        _check_depth(body)
-        asked = _WIRES["messages"].read(body, images=recorder.takes_images, strict=self._strict)
+
+        def read(body: dict[str, Any]) -> Asked:
+            _check_depth(body)
+            body = {"max_tokens": 1, **body}
+            asked = _WIRES["messages"].read(body, images=recorder.takes_images, strict=self._strict)
+            recorder.check_length(asked.messages, asked.tools)
+            return asked
+
+        asked = await request_object(request, read, most=_MAX_BODY)
         return json_response({"input_tokens": await recorder.count_tokens(asked.messages, asked.tools)})
 
     async def _models(self, request: Request) -> web.Response:

@@ -39,9 +39,6 @@ _NAMED = 8
 _NOTES = 50
 """Notes of a session at most."""
 
-_CHARS_A_TOKEN = 8
-"""More than usual text has: a call with more than the model's length of those is counted in pieces first."""
-
 _CLOSERS = ("</think>", "[/THINK]")
 _MARK = "ROLLSTREAMTHOUGHT"
 
@@ -149,7 +146,6 @@ class Recorder:
         """
         if shows_images(messages):
             messages = await self._with_images(messages)
-        await self._check_length(messages, tools)
         try:
             return len(self._templates.prompt(messages, tools, first=False)[1])
         except DataError as error:
@@ -187,7 +183,6 @@ class Recorder:
         """
         if shows_images(call.messages):
             call = replace(call, messages=await self._with_images(call.messages))
-        await self._check_length(call.messages, call.tools)
         self._admit(call)
         changed_before = self.session.system_changed
         ask = self.session.begin(call.messages, call.tools, is_side_call=call.is_side_call)
@@ -288,27 +283,24 @@ class Recorder:
                 code="session_limit_exceeded",
             )
 
-    async def _check_length(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
-        """Refuses what is far too long, before it is rendered: all sessions would wait meanwhile."""
+    def check_length(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuses what is far too long, before it is rendered: all sessions would wait meanwhile.
+
+        Raises:
+            HTTPError: it is.
+        """
         resources = self._loop.resources
-        limit, texts = resources.max_model_len, [*_texts((messages, tools))]
-        if limit is None or sum(map(len, texts)) <= _CHARS_A_TOKEN * limit:
-            return
-        if not self.session.begun and resources.prompts.truncation != "error":
+        limit = resources.max_model_len
+        if limit is None or (not self.session.begun and resources.prompts.truncation != "error"):
             return  # the rollout's own prompt is cut
-        text, tokens = "\n".join(texts), 0
-        for at in range(0, len(text), _CHARS_A_TOKEN * limit):
-            tokens += len(resources.tokenizer.encode(text[at : at + _CHARS_A_TOKEN * limit]))
-            if tokens > 2 * limit:  # templates leave out a little
-                self.ran_out_of_room = True
-                raise HTTPError(
-                    400,
-                    f"the messages have {len(text)} characters, far more than the context length of {limit} "
-                    "tokens",
-                    code="context_length_exceeded",
-                    where="messages",
-                )
-            await asyncio.sleep(0)
+        if characters := resources.tokenizer.characters_beyond(limit, messages, tools):
+            self.ran_out_of_room = True
+            raise HTTPError(
+                400,
+                f"the messages have {characters} characters, far more than the context length of {limit} tokens",
+                code="context_length_exceeded",
+                where="messages",
+            )
 
     async def _with_images(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with small image parts, which say what image it is. New images are read and kept.
@@ -485,18 +477,6 @@ class Recorder:
         return bisect_left(
             range(len(ids)), True, key=lambda at: any(one in decode(ids[:at]) for one in _CLOSERS)
         )
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in messages or tools."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _texts(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts(inner)
 
 
 class _Templates:

@@ -23,7 +23,7 @@ from rollstream.config.load import compose, to_settings, to_stored_yaml
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.prompts import PromptDataset
 from rollstream.errors import ConfigError
-from rollstream.gateway.app import Endpoint
+from rollstream.gateway.app import SESSION_SHARE, Endpoint
 from rollstream.gateway.recorder import Limits
 from rollstream.gateway.service import LOOP, SessionService, render_error, translate
 from rollstream.gateway.sinks import BufferSink, RunSink
@@ -200,7 +200,9 @@ async def _serve(
             allowed_hosts=frozenset({*options.allow_host, *filter(None, [public.hostname])}),
             insecure=options.insecure,
         ),
-        limits=ServerLimits(max_connections=4 * options.max_sessions + _SPARE_CONNECTIONS),
+        limits=ServerLimits(
+            max_connections=4 * options.max_sessions + _SPARE_CONNECTIONS, client_share=SESSION_SHARE
+        ),
         translate=translate,
         render_error=render_error,
         on_answer=service.count,

@@ -5,6 +5,7 @@ Source: https://docs.sglang.io/basic_usage/native_api.html and advanced_features
 
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ class ControlRoutes:
 
     async def abort(self, request: Request) -> web.Response:
         """Ends one request or all; one that is not in flight may just have ended."""
-        asked = read_parameters(await request_object(request), _Abort, harmless=_ABORT_WORDS)
+        asked = await request_object(request, partial(read_parameters, kind=_Abort, harmless=_ABORT_WORDS))
         if asked.abort_all or asked.rid:
             await self._service.abort(None if asked.abort_all else asked.rid)
         return web.Response()
@@ -180,12 +181,8 @@ class ControlRoutes:
 
         What is in flight goes on with the new weights, or returns what it has with `abort_all_requests`.
         """
-        asked = read_parameters(
-            await request_object(request),
-            _WeightUpdate,
-            harmless=_UPDATE_WORDS,
-            neutral=_UPDATE_NEUTRAL,
-        )
+        read = partial(read_parameters, kind=_WeightUpdate, harmless=_UPDATE_WORDS, neutral=_UPDATE_NEUTRAL)
+        asked = await request_object(request, read)
         try:
             if not Path(asked.model_path).is_dir():
                 # Some engines would take another text for a name on a hub, and fetch it.

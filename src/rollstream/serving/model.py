@@ -86,7 +86,7 @@ class ServedModel:
         return tuple(self._decode([i]) for i in sorted(self.tokenizer.special_ids))
 
     async def read_prompts(
-        self, value: Any, param: str, max_model_len: int | None, *, texts: bool = True
+        self, value: Any, param: str, max_model_len: int | None, *, most: int, texts: bool = True
     ) -> tuple[list[list[int]], bool]:
         """Ids of prompts, one or many. Whether the vocabulary has them is checked where they enter the engine.
 
@@ -96,15 +96,18 @@ class ServedModel:
             value: texts (unless `texts` is False) or lists of ids.
             param: its name, for messages.
             max_model_len: of the engine.
+            most: prompts at once.
             texts: whether it may be one.
 
         Returns:
             the prompts, and whether a list of them was given. An empty list is one empty prompt.
 
         Raises:
-            RequestError: it is something else, or a text cannot fit the model.
+            RequestError: it is something else, there are too many, or a text cannot fit the model.
         """
         many = isinstance(value, list) and bool(value) and isinstance(value[0], list | str)
+        if many and len(value) > most:
+            raise RequestError(f"{len(value)} prompts: at most {most} are taken at once", param=param)
         prompts = [
             await self._encode(one, max_model_len)
             if texts and isinstance(one, str)

@@ -6,6 +6,7 @@ Source: https://docs.sglang.io/basic_usage/native_api.html and sampling_params.h
 import time
 import uuid
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -77,9 +78,8 @@ class NativeRoutes:
     async def generate(self, request: Request) -> web.Response:
         """Answers a request; the engine gives whole completions, so a stream has one event for each."""
         began = time.monotonic()
-        asked = read_parameters(
-            await request_object(request), NativeRequest, harmless=_HARMLESS, neutral=_NEUTRAL
-        )
+        read = partial(read_parameters, kind=NativeRequest, harmless=_HARMLESS, neutral=_NEUTRAL)
+        asked = await request_object(request, read)
         group, requests, skips, is_list = await self._read(asked)
         completions = await self._service.generate(group, requests)
         scores = [await self._score(sample) for sample in requests]
@@ -102,11 +102,13 @@ class NativeRoutes:
         """
         if (asked.text is None) == (asked.input_ids is None):
             raise RequestError("give either text or input_ids", param="input_ids")
-        limit = self._service.capabilities.max_model_len
+        limit, most = self._service.capabilities.max_model_len, self._service.max_queue
         if asked.text is not None:
-            prompts, many = await self._model.read_prompts(asked.text, "text", limit)
+            prompts, many = await self._model.read_prompts(asked.text, "text", limit, most=most)
         else:
-            prompts, many = await self._model.read_prompts(asked.input_ids, "input_ids", limit, texts=False)
+            prompts, many = await self._model.read_prompts(
+                asked.input_ids, "input_ids", limit, most=most, texts=False
+            )
         count = len(prompts)
         group = asked.rid if isinstance(asked.rid, str) and asked.rid else uuid.uuid4().hex
         names = asked.rid if isinstance(asked.rid, list) else [f"{group}_{at}" for at in range(count)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -78,9 +79,8 @@ class OpenAIRoutes:
 
     async def complete(self, request: Request) -> web.Response:
         """Texts or token ids in, text out, and token ids if asked for."""
-        asked = read_parameters(
-            await request_object(request), CompletionRequest, harmless=HARMLESS, neutral=_NEUTRAL
-        )
+        read = partial(read_parameters, kind=CompletionRequest, harmless=HARMLESS, neutral=_NEUTRAL)
+        asked = await request_object(request, read)
         self._check(asked.model)
         asked.check_stream_options()
         if asked.logprobs:
@@ -92,7 +92,9 @@ class OpenAIRoutes:
         sampling = build_sampling(
             asked, capabilities, max_tokens=_COMPLETION_TOKENS, logprobs=asked.logprobs is not None
         )
-        prompts, _ = await self._model.read_prompts(asked.prompt, "prompt", capabilities.max_model_len)
+        prompts, _ = await self._model.read_prompts(
+            asked.prompt, "prompt", capabilities.max_model_len, most=self._service.max_queue
+        )
         self._service.check_count(len(prompts) * asked.n)
         name = asked.answer_id("cmpl")
         requests = [
@@ -138,13 +140,26 @@ class OpenAIRoutes:
 
     async def chat(self, request: Request) -> web.Response:
         """Messages and tools in, a message out."""
-        asked = wire.read_chat(await request_object(request))
-        self._check(asked.model)
         model, capabilities = self._model, self._service.capabilities
-        prompt_ids = model.tokenizer.render(
-            asked.messages, tools=asked.tools or None, continue_final_message=asked.continue_final_message
-        )
         limit = capabilities.max_model_len
+
+        def read_body(body: dict[str, Any]) -> tuple[wire.ChatRequest, list[int]]:
+            asked = wire.read_chat(body)
+            self._check(asked.model)
+            if limit is not None and model.tokenizer.characters_beyond(limit, asked.messages, asked.tools):
+                raise RequestError(
+                    f"the messages are far longer than {limit} tokens",
+                    param="messages",
+                    code="context_length_exceeded",
+                )
+            prompt_ids = model.tokenizer.render(
+                asked.messages,
+                tools=asked.tools or None,
+                continue_final_message=asked.continue_final_message,
+            )
+            return asked, prompt_ids
+
+        asked, prompt_ids = await request_object(request, read_body)
         if limit is not None and len(prompt_ids) >= limit:
             raise RequestError(
                 f"the messages have {len(prompt_ids)} tokens, which leaves no room for an answer in {limit}",

@@ -246,7 +246,7 @@ async def test_a_prompt_without_room_is_a_refusal() -> None:
     assert recorder.ran_out_of_room
     for long, tools in ("long " * 500_000, []), ("q", [{"long": "x" * 500_000}]):
         with pytest.raises(HTTPError, match="far more than the context length of 4096"):
-            await ask(recorder, [user(long)], tools=tools)
+            recorder.check_length([user(long)], tools)
     assert not broken.done()
     (trajectory,) = recorder.trajectories()
     check_exact(engine, [trajectory])

@@ -29,6 +29,7 @@ from rollstream.errors import (
 from rollstream.web import HTTPError, Request, json_response
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
+T = TypeVar("T")
 
 _PLACE = re.compile(r" - at `\$\.(\w+)")
 
@@ -36,6 +37,8 @@ _RETRY_AFTER_S = 1
 """What a client is told to wait when it is turned away: a worker that died is back after about a second."""
 
 _KINDS = {401: "authentication_error", 429: "rate_limit_error", 503: "overloaded_error"}
+
+_MOST_PARAMETERS = 256
 
 HARMLESS = frozenset(
     (
@@ -154,11 +157,22 @@ class Sampling(msgspec.Struct, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-async def request_object(request: Request) -> dict[str, Any]:
-    """The JSON object in a request's body, which is dropped: the answer may take minutes."""
-    body = await request.body()
-    request.release()
-    return read_object(body, partial(request.decode, decoder=orjson.loads))
+async def request_object(
+    request: Request, read: Callable[[dict[str, Any]], T], *, most: int | None = None
+) -> T:
+    """What `read` makes of the JSON object in a request's body, which is dropped: the answer may take minutes.
+
+    Args:
+        request: see there.
+        read: runs in a thread where the body is long.
+        most: bytes that the body may have.
+    """
+    body = await request.body(most)
+    decode = partial(request.decode, decoder=orjson.loads)
+    try:
+        return await request.in_thread(lambda: read(read_object(body, decode)))
+    finally:
+        request.release()
 
 
 def read_object(body: bytes, decode: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
@@ -198,6 +212,8 @@ def read_parameters(
     Raises:
         RequestError: naming the parameter that is not known, not supported or of a wrong type.
     """
+    if len(given) > _MOST_PARAMETERS:
+        raise RequestError(f"{len(given)} parameters: at most {_MOST_PARAMETERS} are taken")
     known = kind.__struct_encode_fields__
     values = {}
     for name, value in given.items():

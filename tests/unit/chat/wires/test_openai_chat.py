@@ -21,13 +21,13 @@ def test_tools_are_whole_and_differ() -> None:
         read_tools([tool, {"type": "web_search"}])
 
 
-def test_a_great_many_tools_take_no_great_time() -> None:
+def test_there_may_be_many_tools_but_not_any_number() -> None:
     def tools(count: int) -> list[dict[str, Any]]:
         return [{"type": "function", "function": {"name": f"f{at}"}} for at in range(count)]
 
     assert len(read_tools(tools(4096))) == 4096
     with pytest.raises(RequestError) as refused:
-        read_tools(tools(400_000))
+        read_tools(tools(4097))
     assert refused.value.param == "tools"
 
 
