@@ -1,4 +1,4 @@
-"""One process of a training on several: `torchrun … ranks_main.py FOLDER MODE`. Writes what it saw."""
+"""One process of a training on several, with the environment that `torchrun` makes. Writes what it saw."""
 
 import asyncio
 import contextlib
@@ -17,6 +17,8 @@ from examples.edit_context import train as example
 from rollstream.errors import TrainingError
 from rollstream.integrations.trl.groups import EnvironmentGroups
 from tests.compat.trl.parts import Recording, environment, load, rows, settings, trainer
+
+PROBLEMS = list(enumerate_pairs(2, Split.TRAIN))[:12]
 
 
 def main(folder: Path, mode: str) -> None:
@@ -87,14 +89,12 @@ def main(folder: Path, mode: str) -> None:
 def edits_context(folder: Path, ranks: int) -> Any:
     """Rollouts with several trajectories: see test_snapshots."""
     model, tokenizer = load()
-    torch.manual_seed(0)
-    problems = list(enumerate_pairs(2, Split.TRAIN))[:12]
-    example.show(model, tokenizer, problems, 75, share=0.5, at_once=6)
+    model.load_state_dict(torch.load(folder.parent / "edits.pt"))
     return Recording(
         model,
         example.environment(folder, "actor_rollout_ref.rollout.name=hf"),
         settings(folder, max_steps=1, max_completion_length=64, per_device_train_batch_size=8 // ranks),
-        train_dataset=example.dataset(problems),
+        train_dataset=example.dataset(PROBLEMS),
         processing_class=tokenizer,
     )
 
@@ -123,7 +123,3 @@ class FailsAfterAStep(TrainerCallback):  # type: ignore[misc]  # transformers is
 
 def broken_reward(**_: Any) -> Any:
     raise ZeroDivisionError("a reward broke")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,9 +1,10 @@
 """Several processes on gloo: one generates, each trains its slice, and a failure of one is everyone's."""
 
 import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +12,61 @@ import pytest
 
 pytest.importorskip("trl")
 
-ROOT = Path(__file__).parents[3]
+import torch
+from torch.distributed import TCPStore
+
+from examples.edit_context import train as example
+from tests.compat.trl.parts import load
+from tests.compat.trl.ranks_main import PROBLEMS
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.compat.trl.ranks_main"])  # torch and trl are imported once for all
 
 ENDED_WITHIN_S = 280
 """Well below the time for which a batch is waited for."""
 
 
+def run_rank(rank: int, ranks: int, port: int, folder: Path, mode: str) -> None:
+    """What `torchrun` sets for each process."""
+    os.environ |= {
+        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    log = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    from tests.compat.trl import ranks_main
+
+    ranks_main.torch.set_num_threads(1)
+    ranks_main.main(folder, mode)
+
+
 def run_ranks(folder: Path, ranks: int, mode: str) -> list[dict[str, Any]]:
     """What each process wrote; all end soon, whoever fails, and do not wait for what will never come."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"]
-    command += ["--rdzv_backend=c10d", "--rdzv_endpoint=127.0.0.1:0"]
-    command += [str(Path(__file__).with_name("ranks_main.py")), str(folder), mode]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=ENDED_WITHIN_S,
-        check=False,
-    )
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [
+        FORKS.Process(target=run_rank, args=(i, ranks, store.port, folder, mode)) for i in range(ranks)
+    ]
+    deadline = time.monotonic() + ENDED_WITHIN_S
+    try:
+        for process in processes:
+            process.start()
+        wait([process.sentinel for process in processes], ENDED_WITHIN_S)
+        if any(process.exitcode for process in processes):  # torchrun ends the others, too
+            for process in processes:
+                process.terminate()
+        for process in processes:
+            process.join(max(0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
     files = [folder / f"{rank}.json" for rank in range(ranks)]
-    missing = [file.name for file in files if not file.exists()]
-    assert not missing, f"{missing} of {mode}: {done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    missing = {file.name: file.with_suffix(".log").read_text()[-6000:] for file in files if not file.exists()}
+    assert not missing, f"{mode}: {missing}"
     return [json.loads(file.read_text()) for file in files]
 
 
@@ -57,6 +88,10 @@ def test_each_process_trains_its_slice(ranks: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_snapshots_are_dealt_to_the_processes(tmp_path: Path) -> None:
+    model, tokenizer = load()
+    torch.manual_seed(0)
+    example.show(model, tokenizer, PROBLEMS, 75, share=0.5, at_once=6)
+    torch.save(model.state_dict(), tmp_path / "edits.pt")
     said = run_ranks(tmp_path, 2, "snapshots")
     assert [one["error"] for one in said] == [None] * 2
     (first,), (second,) = (one["outputs"] for one in said)

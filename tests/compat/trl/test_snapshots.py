@@ -9,12 +9,10 @@ pytest.importorskip("trl")
 
 import torch
 
-from demo_model.problems import Split, enumerate_pairs
 from examples.edit_context import train as example
 from rollstream.integrations.trl.rows import BatchRows
 from tests.compat.trl.parts import Recording, load, settings
-
-PROBLEMS = list(enumerate_pairs(2, Split.TRAIN))[:12]
+from tests.compat.trl.ranks_main import PROBLEMS
 
 
 @pytest.fixture(scope="module")
