@@ -377,7 +377,8 @@ def buffer_address(place: Path) -> str | None:
 
     if (url := re.match("(https?):/+", str(place))) is not None:  # a path has one slash where a URL has two
         return f"{url[1]}://{str(place)[url.end() :]}"
-    return str(place) if (place / FILE).is_file() and not (place / "run.json").exists() else None
+    is_buffer = any((place / name).is_file() for name in (FILE, "buffer.lock"))
+    return str(place) if is_buffer and not (place / "run.json").exists() else None
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:

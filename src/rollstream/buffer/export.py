@@ -42,9 +42,12 @@ _TABLE_BYTES: Final = 8 << 20
 
 _FIELDS: Final = {
     *("uid", "instance_id", "task_type", "job", "messages", "reward", "extra_info", "snapshots"),
-    *("prompt_key", "policy_version", "policy_versions", *TOKENS),
+    *("prompt_key", "metrics", "policy_version", "policy_versions", *TOKENS),
 }
 """Keys of an item that are not copied to `extra`."""
+
+_TRUTHS: Final = ("label", *TRUTH_COLUMNS)
+"""Keys of `extra_info`: ours and slime's first."""
 
 _UNKNOWN_METRICS: Final = dict.fromkeys((field.name for field in fields(Metrics)), np.nan)
 
@@ -269,7 +272,7 @@ def _record(group: Item, item: Item, repeat: int) -> RolloutRecord | Failure:
         repeat=repeat,
         prompt_key=key,
         data_source=source if isinstance(source, str) else UNKNOWN_SOURCE,
-        ground_truth=json_text(next((info[name] for name in TRUTH_COLUMNS if name in info), None)),
+        ground_truth=json_text(next((info[name] for name in _TRUTHS if info.get(name) is not None), None)),
         attempts=attempts,
         trajectories=[*(_trajectory(one, is_snapshot=True) for one in snapshots), final],
         finished_at=finished_at,
@@ -286,9 +289,13 @@ def _trajectory(item: Item, *, is_snapshot: bool = False) -> TrajectoryRecord:
         tokens = {}
     messages, version = item["messages"], item.get("policy_version")
     mask = tokens.get("response_mask", b"")
-    turns = len(messages) - _first_answer(messages)
+    turns = 1 + len(messages) - _first_answer(messages)
     calls = len(sampled_stretches(mask)) if mask else _answers(messages)
     versions = [] if version is None else [(0, version)]
+    metrics = _UNKNOWN_METRICS | {"engine_calls": float(calls)}
+    with contextlib.suppress(msgspec.ValidationError):
+        known = msgspec.convert(item.get("metrics") or {}, dict[str, float])
+        metrics |= {name: value for name, value in known.items() if name in metrics}
     with contextlib.suppress(msgspec.ValidationError):
         versions = msgspec.convert(item.get("policy_versions") or versions, list[tuple[_Start, _Version]])
     return TrajectoryRecord(
@@ -299,11 +306,11 @@ def _trajectory(item: Item, *, is_snapshot: bool = False) -> TrajectoryRecord:
         policy_versions=versions,
         messages=json_text(messages),
         is_snapshot=is_snapshot,
-        num_turns=1 + turns,
-        finish_reason="unknown",
+        num_turns=_whole(item.get("num_turns"), turns),
+        finish_reason=str(item.get("finish_reason") or "unknown"),
         reward=item.get("reward"),
         reward_extra="{}",
-        metrics=tuple({**_UNKNOWN_METRICS, "engine_calls": float(calls)}.values()),
+        metrics=tuple(metrics.values()),
         extra="{}",
     )
 

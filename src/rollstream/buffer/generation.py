@@ -17,7 +17,7 @@ import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -450,6 +450,7 @@ def rollout_item(
     item: dict[str, Any] = {
         "uid": uid,
         "instance_id": instance_id,
+        "prompt_key": result.prompt_key,
         "messages": row.messages if row is not None else [{"role": "user", "content": ""}],
         "reward": None,
         "extra_info": extra_info,
@@ -464,7 +465,10 @@ def rollout_item(
         if not final.extra.get("token_exact", True):
             extra_info["token_exact"] = False
         if snapshots:
-            item["snapshots"] = [_trajectory(one) for one in snapshots]
+            item["snapshots"] = [
+                {**_trajectory(one), "finish_reason": one.finish_reason, "num_turns": one.num_turns}
+                for one in snapshots
+            ]
     extra_info["round_number"] = sum(message.get("role") == "assistant" for message in item["messages"])
     if (failure := failure_of(result)) is not None:
         item["reward"], extra_info["failure"] = _FAILED_REWARD, failure
@@ -472,7 +476,7 @@ def rollout_item(
 
 
 def _trajectory(one: Trajectory) -> dict[str, Any]:
-    fields: dict[str, Any] = {"messages": one.messages, "reward": one.reward}
+    fields: dict[str, Any] = {"messages": one.messages, "reward": one.reward, "metrics": asdict(one.metrics)}
     if one.extra.get("token_exact", True):  # else ids are the local tokenizer's, not what was sampled
         fields |= {key: getattr(one, key) for key in ("prompt_ids", "response_ids", "response_mask")}
         fields |= {} if one.response_logprobs is None else {"response_logprobs": one.response_logprobs}

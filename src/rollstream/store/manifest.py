@@ -173,7 +173,7 @@ def _instead_of_run(path: Path) -> tuple[str, str]:
         return "it is a dataset", "To generate from it: rollstream generate --prompts " + shlex.quote(
             str(path)
         )
-    if "buffer.sqlite" in names:
+    if "buffer.lock" in names:
         return "it is a buffer's folder", f"To look at it: rollstream buffer show {shlex.quote(str(path))}"
     if any(path.glob("trainer_state.json")) or any(path.glob("checkpoint-*/trainer_state.json")):
         return "it is the folder of a trainer", f"To look at it: rollstream view {shlex.quote(str(path))}"

@@ -9,9 +9,12 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
+from rollstream.buffer.generation import rollout_item
 from rollstream.buffer.store.sqlite import FILE
 from rollstream.cli import main
-from rollstream.store.batch import SCHEMA
+from rollstream.store.batch import SCHEMA, build_table
+from rollstream.store.records import RecordCodec
+from rollstream.trajectory import Metrics, PromptRow, Rollout, Trajectory
 from tests.support.buffer import BufferProcess, group, item, serve_buffer
 from tests.support.until import wait_until
 
@@ -26,13 +29,36 @@ TOKENS = {
 }
 
 
+KEY = "0123456789abcdef" * 2
+
+
+def trajectory(answer: str, **more: Any) -> Trajectory:
+    messages = [{"role": "user", "content": "6*7?"}, {"role": "assistant", "content": answer}]
+    return Trajectory([1, 2], [3, 4], [1, 0], [-0.5, 0.0], messages, "length", [(0, 6), (1, 7)], **more)
+
+
+ROW = PromptRow(0, KEY, [{"role": "user", "content": "6*7?"}], "sums", "42", {"level": 3})
+ROLLOUT = Rollout(
+    *(
+        0,
+        0,
+        KEY,
+        [trajectory("?", is_snapshot=True), trajectory("42", num_turns=2, reward=1.0)],
+        "sums",
+        "42",
+    ),
+    attempts=2,
+)
+ROLLOUT.final.metrics = Metrics(0.5, 1.0, engine_calls=1.0, tool_calls=3.0)
+ROLLOUT.final.reward_extra = {"exact": True}
+
+
 def failed(stage: str) -> dict[str, Any]:
     return {"extra_info": {"failure": {"stage": stage, "error": "it broke", "attempts": 3}}}
 
 
 def items() -> list[dict[str, Any]]:
     """Groups 1 to 6: delivered, dropped, dropped, ready, open, open."""
-    snapshot = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}
     return [
         *group("a", (0, 1), **TOKENS, policy_versions=[[0, 6], [1, 7]]),
         *group("b", (1, 1), **TOKENS),
@@ -44,7 +70,7 @@ def items() -> list[dict[str, Any]]:
             for reward in (0, 1)
         ),
         item("e", 1, "e", **{name: value for name, value in TOKENS.items() if name.endswith("ids")}),
-        item("f", 1, "f", snapshots=[snapshot], **TOKENS),
+        rollout_item(ROLLOUT, ROW, uid="f", instance_id="f", info={"epoch": 0}),
     ]  # fmt: skip
 
 
@@ -90,8 +116,18 @@ def test_each_item_once_by_folder_and_by_url(server: BufferProcess, tmp_path: Pa
     assert (stranger["data_source"], stranger["ground_truth"], stranger["reward"]) == ("sums", "1", 1.0)
     assert stranger["extra"]["note"] == {"by": "hand"} and stranger["extra"]["extra_info"]["level"] == 3
     assert by_key[5, 0, 0]["prompt_ids"] == by_key[5, 0, 0]["response_ids"] == []
-    assert [by_key[6, 0, number]["is_snapshot"] for number in (0, 1)] == [True, False]
-    assert by_key[6, 0, 0]["prompt_key"] != first["prompt_key"] == by_key[2, 0, 0]["prompt_key"]
+    assert first["prompt_key"] == by_key[2, 0, 0]["prompt_key"] != stranger["prompt_key"]
+
+
+def test_a_rollout_has_the_columns_that_its_run_would_give(server: BufferProcess, tmp_path: Path) -> None:
+    rows = export(str(server.folder), tmp_path / "rows")[-2:]
+    codec = RecordCodec()
+    records = [codec.decode_rollout(codec.encode(ROLLOUT).body)]
+    for row, wanted in zip(rows, build_table(records).to_pylist(), strict=True):
+        assert row["is_snapshot"] or row["reward_extra"] == {"exact": True}
+        for name in ("index", "finished_at", "messages", "reward_extra", "ground_truth", "extra"):
+            del row[name], wanted[name]
+        assert row == wanted
 
 
 @pytest.mark.parametrize(
@@ -167,3 +203,10 @@ def test_an_ended_server_a_full_archive_and_a_damaged_item(tmp_path: Path, capsy
     assert [row["index"] for row in rows] == [3, 3] and "damaged: group 2: " in capsys.readouterr().err
     assert main(["eval", str(server.folder)]) == 1
     assert "damaged: group 2: " in capsys.readouterr().err
+
+
+def test_the_folder_of_a_buffer_whose_items_are_elsewhere(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "buffer.lock").touch()
+    for command in ("export", "eval"):
+        assert main([command, str(tmp_path)]) == 2
+        assert "server's URL" in capsys.readouterr().err
