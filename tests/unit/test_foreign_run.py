@@ -1,11 +1,16 @@
 """A run directory that somebody else made names code wherever it can: no command that reads it runs any of it."""
 
+import asyncio
+import os
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rollstream.cli import build_parser, main
@@ -135,3 +140,83 @@ def test_answers_without_text_are_read_by_the_tokenizer_that_the_run_keeps(
     (foreign / "tokenizer.json").unlink()
     assert main(["score", str(foreign), "--reward", "mine.py", "--name", "no", "--json"]) == 1
     assert "tokenizer.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("run.json", "checkpoint.json", "exports.json", "tokenizer.json", "run.lock", "scores/active"),
+        *("batches/batch_000000.parquet", "batches/_SHA256SUMS", "trajectories.parquet", "failed/000000.rsj"),
+    ],
+)
+async def test_only_regular_files_are_opened(
+    foreign: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever opens a FIFO waits for a writer, for ever."""
+    (foreign / name).parent.mkdir(exist_ok=True)
+    (foreign / name).unlink(missing_ok=True)
+    os.mkfifo(foreign / name)
+    for words in (["status"], ["show"], ["validate"], ["eval"], ["export", "--output", "rows.jsonl"]):
+        command, *more = words
+        formats = ["--format", "jsonl", "--force"] if command == "export" else []
+        await asyncio.to_thread(main, [command, str(foreign), *more, *formats])
+        assert "Traceback" not in capsys.readouterr().err, words
+    async with page(tmp_path) as one:
+        (source,) = (await one.get("/api/sources"))["sources"]
+        for path in (*PAGES, "/trajectories/0/tokens"):
+            await one.raw(f"/api/runs/{source['id']}{path}")
+
+
+@pytest.mark.parametrize("change", [{"x": "[" * 100_000 + "]" * 100_000}, {"n": "0"}, {"run_id": '"a\\n"'}])
+async def test_a_damaged_manifest_is_one_damaged_run(
+    foreign: Path, tmp_path: Path, change: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(foreign, tmp_path / "damaged")
+    said = orjson.loads((foreign / "run.json").read_bytes())
+    ((key, value),) = change.items()
+    text = orjson.dumps({**said, key: "VALUE"}).replace(b'"VALUE"', value.encode())
+    (tmp_path / "damaged" / "run.json").write_bytes(text)
+    assert main(["status", str(tmp_path / "damaged")]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    async with page(tmp_path) as one:
+        states = {run["name"]: run["state"] for run in (await one.get("/api/sources"))["sources"]}
+    assert states == {"damaged": "damaged", "foreign": "finished"}
+
+
+async def test_a_small_file_that_holds_very_much_is_not_read(foreign: Path, tmp_path: Path) -> None:
+    (batch,) = (foreign / "batches").glob("*.parquet")
+    table = pq.read_table(batch)
+    at, metadata = table.schema.get_field_index("messages"), table.schema.metadata
+
+    def say(size: int) -> None:
+        text = f'[{{"role":"user","content":"{"A" * size}"}}]'
+        cells = pa.array([text] * len(table), pa.string())
+        changed = table.set_column(at, table.schema.field(at), cells).replace_schema_metadata(metadata)
+        pq.write_table(changed, batch, compression="zstd", use_dictionary=False)
+
+    say(20_000_000)
+    async with page(foreign) as one:
+        run = await one.run("foreign")
+        assert len((await one.raw(run + "/trajectories/0"))[1]) < 21_000_000
+        (first, second) = (await one.get(run + "/groups/0"))["rollouts"]
+        sizes = [
+            len(found["messages"][0]["content"]) if found["messages"] else 0 for found in (first, second)
+        ]
+        assert max(sizes) < 21_000_000 and min(sizes) < 20_000
+    say(140_000_000)
+    assert batch.stat().st_size < 100_000
+    async with page(foreign) as one:
+        run = await one.run("foreign")
+        assert (await one.get("/api/sources"))["sources"][0]["state"] == "damaged"
+        assert (await one.raw(run + "/trajectories/0"))[0] == 404
+        assert (await one.raw(run + "/groups"))[0] == 200
+
+
+def test_a_link_of_a_temporary_name_leads_nowhere(foreign: Path, tmp_path: Path) -> None:
+    (tmp_path / "profile").write_text("mine")
+    for name in ("checkpoint.json.tmp", "exports.json.tmp", "trajectories.parquet.tmp", "scores/active.tmp"):
+        (foreign / name).parent.mkdir(exist_ok=True)
+        (foreign / name).symlink_to(tmp_path / "profile")
+    assert main(["export", str(foreign), "--format", "jsonl"]) == 0
+    assert main(["score", str(foreign), "--reward", "mine.py", "--processes", "1", "--activate"]) == 0
+    assert (tmp_path / "profile").read_text() == "mine"

@@ -16,6 +16,7 @@ from rollstream.store.columns import Part, RunColumns
 from rollstream.store.manifest import no_run, read_manifest, require_manifest, shard_group
 from rollstream.store.summary import read_total
 from rollstream.trajectory import Failure, Rollout
+from rollstream.untrusted import open_regular
 
 Array = npt.NDArray[Any]
 
@@ -189,7 +190,7 @@ def _parts(place: Path) -> list[Part]:
 
 def _may_be_parquet(file: Path) -> bool:
     try:
-        with file.open("rb") as content:
+        with open_regular(file) as content:
             return file.suffix == ".parquet" or content.read(4) == b"PAR1"
     except OSError:  # whoever reads it says why
         return True

@@ -31,6 +31,7 @@ from rollstream.errors import DamageError, RunDirectoryError, StorageError
 from rollstream.store.journal import ScanReport, scan, sync_folder, write_file_durably
 from rollstream.store.records import RecordCodec, RolloutRecord, TrajectoryRecord, scoring_failed
 from rollstream.trajectory import LogprobKind, Metrics
+from rollstream.untrusted import open_regular, read_regular
 
 _LOGPROBS = b"rollstream.logprobs"
 """Metadata key of what the log-probs are of."""
@@ -297,6 +298,7 @@ def write_tables_durably(path: Path, tables: Iterable[pa.Table], metadata: dict[
     temporary = path.with_name(path.name + ".tmp")
     rows = 0
     try:
+        temporary.unlink(missing_ok=True)  # a link of this name would lead elsewhere
         with pq.ParquetWriter(
             temporary,
             SCHEMA.with_metadata(metadata),
@@ -369,7 +371,7 @@ def note_digest(path: Path, *, of: Path | None = None) -> None:
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -409,7 +411,7 @@ def recorded_digests(path: Path) -> dict[str, set[str]]:
     Several for one name: a crash came between noting and renaming, and either may be what is there.
     """
     try:
-        text = _sums_file(path).read_text(errors="replace")
+        text = read_regular(_sums_file(path)).decode(errors="replace")
     except FileNotFoundError:
         return {}
     digests: dict[str, set[str]] = {}
@@ -449,6 +451,7 @@ def reading(path: Path) -> Iterator[None]:
     Arrow says both with the same exceptions; an operating system's error has an errno, a checksum's has not.
     """
     try:
+        open_regular(path).close()  # Arrow would wait for who writes into a FIFO
         yield
     except pa.ArrowMemoryError as error:
         raise StorageError(f"cannot read {path}: not enough memory") from error
@@ -537,10 +540,16 @@ class DamagedFileError(DamageError):
         self.path = path
 
 
+def read_footer(path: Path) -> pq.FileMetaData:
+    """The footer of a batch or artifact. Raises what Arrow does, and `OSError` where it is no file."""
+    open_regular(path).close()
+    return pq.read_metadata(path)
+
+
 def file_rows(path: Path) -> int:
     """Rows of a batch or artifact, by its footer."""
     with reading(path):
-        return int(pq.read_metadata(path).num_rows)
+        return int(read_footer(path).num_rows)
 
 
 def belongs_to(file: pq.ParquetFile, run_id: str) -> bool:

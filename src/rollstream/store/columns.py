@@ -51,6 +51,13 @@ _ARTIFACT: Final = -1
 _REPEAT_BITS: Final = 31
 _SLAB: Final = 128
 """Row groups that are read together: few calls, and little memory."""
+_MOST_BYTES: Final = 1 << 28
+"""Bytes of a row group in memory: it is written at some 8 MiB, or with one row that is larger."""
+_MOST_VALUES: Final = 1 << 25
+"""Values of a column in a row group: more tokens than `_MOST_BYTES` has."""
+_MOST_REPEATED: Final = 1 << 32
+_WIDE_TEXTS: Final = ("messages", "ground_truth", "extra")
+"""Columns that are written without a dictionary: by one, the same text stands in many rows."""
 _LOOKS: Final = 5
 """Looks at a run whose files are sealed and merged while it is read; each is as long as what is new takes."""
 _MOST_PARTS: Final = 30
@@ -465,10 +472,27 @@ def _footer(path: Path, *version: int) -> tuple[pq.FileMetaData, Array, Array]:
     """A file's footer, and the lowest and highest `index` of each row group."""
     with open_parquet(path) as file:
         footer = file.metadata
+        for group in range(footer.num_row_groups):
+            _check_size(path, footer.row_group(group))
     said = [footer.row_group(group).column(0).statistics for group in range(footer.num_row_groups)]
     both = [(0, 1 << 62) if one is None else (one.min, one.max) for one in said]
     low, high = np.array(both, np.int64).reshape(-1, 2).T
     return footer, low, high
+
+
+def _check_size(path: Path, group: pq.RowGroupMetaData) -> None:
+    """Raises `DamageError` for a row group that no rollout fills: a small file may hold very much."""
+    wide = (group.column(at) for at in range(group.num_columns))
+    if group.total_byte_size > _MOST_BYTES or any(
+        column.num_values > _MOST_VALUES
+        or (
+            column.path_in_schema in _WIDE_TEXTS
+            and "RLE_DICTIONARY" in column.encodings
+            and column.total_uncompressed_size * group.num_rows > _MOST_REPEATED
+        )
+        for column in wide
+    ):
+        raise DamagedFileError(path, f"{path.name} has a row group that is larger than rows are")
 
 
 def _array(column: pa.Array) -> Array:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rollstream.errors import DamageError
+from rollstream.untrusted import open_regular
 
 _FILE_MAGIC = b"RSJ\x01\r\n\x1a\n"
 _FILE_HEADER = struct.Struct("<8s16sI")
@@ -99,8 +100,8 @@ def scan(path: Path, run_id: bytes, report: ScanReport, start: int = FILE_HEADER
         report: filled on the way.
         start: where the first frame is, by the `end` of an earlier scan; what came before is not read again.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         header = file.read(FILE_HEADER_SIZE)
         expected = encode_file_header(run_id)
         if header != expected:
@@ -256,7 +257,8 @@ def sync_folder(path: Path) -> None:
 def write_file_durably(path: Path, data: bytes) -> None:
     """Replaces `path` by `data`: after a crash it holds the old bytes or the new, never a mixture."""
     temporary = path.with_name(path.name + ".tmp")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    temporary.unlink(missing_ok=True)  # a link of this name would lead elsewhere
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         write_all(fd, data)
         os.fsync(fd)

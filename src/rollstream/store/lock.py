@@ -12,6 +12,7 @@ from pathlib import Path
 import orjson
 
 from rollstream.errors import RunDirectoryError
+from rollstream.untrusted import read_regular
 
 _PATIENCE_S = 0.3
 
@@ -47,7 +48,7 @@ class RunLock:
             LockHeldError: another process has it.
             RunDirectoryError: there are no locks on this file system.
         """
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             _lock_patiently(fd)
         except OSError as error:
@@ -107,7 +108,7 @@ def _lock_patiently(fd: int) -> None:
 def lock_holder(path: Path) -> str:
     """Host and process id in a lock file, for people."""
     try:
-        holder = orjson.loads(path.read_bytes())
+        holder = orjson.loads(read_regular(path))
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
         return f"host {holder['host']}, process {holder['pid']}, since {since}"
     except (OSError, ValueError, KeyError, TypeError):
@@ -117,7 +118,7 @@ def lock_holder(path: Path) -> str:
 def is_locked(path: Path) -> bool:
     """Whether some process holds the lock right now; False on a file system without locks."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:

@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from rollstream.errors import StorageError
 from rollstream.store.batch import (
@@ -30,6 +29,7 @@ from rollstream.store.batch import (
     file_rows,
     forget_old_digests,
     logprobs_of,
+    read_footer,
     read_tables,
     reading,
     recorded_digests,
@@ -82,7 +82,7 @@ def _batch_names(paths: RunPaths, numbers: Iterable[int]) -> dict[int, str]:
 def _merged_from(artifact: Path, run_id: str) -> set[str] | None:
     """The batches an artifact was made of; None where no artifact of this run says so."""
     try:
-        metadata = pq.read_metadata(artifact).metadata or {}
+        metadata = read_footer(artifact).metadata or {}
     except (OSError, pa.ArrowException):
         return None
     if metadata.get(b"rollstream.run_id", b"").decode() != run_id or _MERGED_KEY not in metadata:
@@ -96,7 +96,7 @@ def is_current(paths: RunPaths, run_id: str) -> bool:
     merged = _merged_from(paths.artifact, run_id)
     if merged is None or numbers != _in_artifact(paths, merged, numbers) | _links(paths, numbers):
         return False
-    return tag_of(pq.read_metadata(paths.artifact)) == Rewards(paths.root).tag
+    return tag_of(read_footer(paths.artifact)) == Rewards(paths.root).tag
 
 
 def merged_batches(paths: RunPaths, run_id: str) -> list[int]:
@@ -177,9 +177,7 @@ def merge_batches(
 
     def tables() -> Iterator[pa.Table]:
         for path in batches:
-            tag = tag_of(
-                pq.read_metadata(path)
-            )  # none; of an artifact that stands for its batches there is one
+            tag = tag_of(read_footer(path))  # none; of an artifact that stands for its batches there is one
             for table in until(read_tables(path), cancelled):
                 yield rewards.recorded(table.replace_schema_metadata(None), tag)
 
@@ -195,7 +193,7 @@ def merge_batches(
         ranks = _ranks(batches)
         count = int((ranks != _LEFT_OUT).sum())
         _refuse_fewer(paths, run_id, count)
-        kinds = {logprobs_of(pq.read_metadata(path)) for path in batches} - {None}
+        kinds = {logprobs_of(read_footer(path)) for path in batches} - {None}
         kind = kinds.pop() if len(kinds) == 1 else None
         metadata = tagged(batch_metadata(run_id, kind), rewards.tag)
         metadata[_MERGED_KEY.decode()] = " ".join(sorted(_batch_names(paths, numbers).values()))
@@ -234,7 +232,7 @@ def until(tables: Iterator[pa.Table], cancelled: Callable[[], bool]) -> Iterator
 def _encoded_bytes(path: Path) -> int:
     """Of a batch before compression, by its footer."""
     with reading(path):
-        metadata = pq.read_metadata(path)
+        metadata = read_footer(path)
         return sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
 
 

@@ -281,7 +281,9 @@ class RecordCodec:
 
     def _decompress(self, body: bytes) -> bytes:
         try:
-            return self._decompressor.decompress(body)
+            if zstandard.frame_content_size(body) > MAX_BODY_BYTES:
+                raise ValueError(f"a frame of more than {MAX_BODY_BYTES} bytes")
+            return self._decompressor.decompress(body, max_output_size=MAX_BODY_BYTES)
         except zstandard.ZstdError as error:
             raise ValueError(str(error)) from error
 

@@ -39,6 +39,7 @@ from rollstream.store.batch import (
     forget_digests,
     link_file,
     open_parquet,
+    read_footer,
     read_keys,
     read_tables,
     recorded_digests,
@@ -313,7 +314,7 @@ def _restore_from_artifact(paths: RunPaths, manifest: Manifest, state: RunState)
         quarantine_batch(paths, manifest, artifact, state)
         return
     number = paths.next_number()
-    all_of_it = len(alone) == file_rows(artifact) and not tag_of(pq.read_metadata(artifact))
+    all_of_it = len(alone) == file_rows(artifact) and not tag_of(read_footer(artifact))
     if all_of_it and artifact.name in recorded_digests(artifact) and link_file(artifact, paths.batch(number)):
         state.add_batch(number, alone)
     else:

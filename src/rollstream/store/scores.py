@@ -54,6 +54,7 @@ from rollstream.store.journal import (
     write_file_durably,
 )
 from rollstream.trajectory import RolloutKey
+from rollstream.untrusted import open_regular, read_regular
 
 RECORDED = "recorded"
 """The name of the rewards that the run itself recorded."""
@@ -128,7 +129,7 @@ def score_names(root: Path) -> list[str]:
 def read_facts(path: Path) -> ScoreFacts | None:
     """What computed some scores; None where nothing says so. Raises `RunDirectoryError`."""
     try:
-        facts = msgspec.json.decode(path.read_bytes(), type=ScoreFacts)
+        facts = msgspec.json.decode(read_regular(path), type=ScoreFacts)
         bytes.fromhex(facts.id)
         return facts
     except FileNotFoundError:
@@ -146,7 +147,7 @@ def active_name(root: Path) -> str | None:
     """Whose rewards count in a run; None: those that it recorded. Raises `RunDirectoryError`."""
     path = score_folder(root) / "active"
     try:
-        name = path.read_text("utf-8", "replace").strip()
+        name = read_regular(path).decode("utf-8", "replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -356,7 +357,7 @@ def seal_scores(paths: ScorePaths, facts: ScoreFacts) -> Iterator[tuple[RolloutK
     del keys, offsets
     order = packed.argsort(kind="stable")
     last = np.append(np.diff(packed[order]) != 0, True)[: len(order)]
-    with paths.journal.open("rb") as journal, _writing(paths.table) as write:
+    with open_regular(paths.journal) as journal, _writing(paths.table) as write:
         rows: list[_Row] = []
         for offset in places[order[last]].tolist():
             key, scored = _read_scores(journal, offset)

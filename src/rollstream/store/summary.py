@@ -28,6 +28,7 @@ from rollstream.store.recovery import RunState, inspect
 from rollstream.store.scores import RECORDED, SCORED_COLUMNS, Rewards, active_name, score_names
 from rollstream.store.stream import run_tables
 from rollstream.trajectory import failure_cause
+from rollstream.untrusted import read_regular
 
 _MOST_RANGES = 1000
 """Ranges in `checkpoint.json`: in shuffled order a run has as many as rows, and nobody reads them."""
@@ -274,7 +275,7 @@ def status_json(status: RunStatus) -> bytes:
 
 def read_total(root: Path) -> int | None:
     try:
-        value = orjson.loads((root / "checkpoint.json").read_bytes())["total"]
+        value = orjson.loads(read_regular(root / "checkpoint.json"))["total"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return value if isinstance(value, int) else None

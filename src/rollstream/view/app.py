@@ -4,9 +4,8 @@ import asyncio
 import importlib.resources
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 from urllib.parse import unquote
 
 import msgspec
@@ -15,6 +14,7 @@ import orjson
 from aiohttp import web
 
 from rollstream.buffer.command import opened
+from rollstream.daemon_threads import in_daemon_thread
 from rollstream.errors import ConfigError, DamageError, NotFoundError, RunDirectoryError, StorageError
 from rollstream.evaluate.metrics import SOLVED_AT
 from rollstream.store.columns import Array, RunColumns
@@ -61,6 +61,7 @@ _DROPPED: Final = 100
 _SIGNS: Final = {"won": 1, "tied": 0, "lost": -1}
 """Of b's mean reward less a's."""
 
+_T = TypeVar("_T")
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 
 
@@ -102,7 +103,7 @@ class ViewServer:
     def __init__(self, places: Sequence[str], access: Access, solved_at: float = SOLVED_AT) -> None:
         self._sources = Sources(places, solved_at)
         self._solved_at = solved_at
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="view")
+        self._threads = asyncio.Semaphore(_THREADS)
         self._static = _static_files()
         run, row = "/api/runs/{id}", "/api/runs/{id}/trajectories/{row}"
         routes: dict[str, Callable[[Request], Any]] = {
@@ -124,7 +125,7 @@ class ViewServer:
         self._web = WebServer(
             [
                 *(
-                    Route("GET", path, self._in_thread(answer), cancel_when_gone=True)
+                    Route("GET", path, self._handler(answer), cancel_when_gone=True)
                     for path, answer in routes.items()
                 ),
                 Route("GET", f"{run}/search", self._search, cancel_when_gone=True),
@@ -142,23 +143,35 @@ class ViewServer:
     async def start(self, host: str, port: int) -> str:
         """Listens; returns the URL. Raises `ConfigError`."""
         url = await self._web.start(host, port)
-        self._pool.submit(self._sources.read_ahead)
+        self._reading_ahead = asyncio.ensure_future(self._in_thread(self._sources.read_ahead))
         return url
 
     async def stop(self) -> None:
         """Ends all answers."""
         await self._web.stop(GRACE_S)
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _in_thread(self, answer: Callable[[Request], Any]) -> Callable[[Request], Awaitable[web.Response]]:
-        """A handler that reads in a thread: the others are answered meanwhile."""
+    async def _in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """Reads in a thread: others are answered meanwhile, and a read that hangs does not keep the process."""
+        await self._threads.acquire()
+        running = asyncio.ensure_future(in_daemon_thread(work, *arguments))
+
+        def end(_: object) -> None:  # also of a read that nobody waits for any more
+            self._threads.release()
+            if not running.cancelled():
+                running.exception()
+
+        running.add_done_callback(end)
+        return await asyncio.shield(running)
+
+    def _handler(self, answer: Callable[[Request], Any]) -> Callable[[Request], Awaitable[web.Response]]:
+        """Answers by what a function reads."""
 
         def work(request: Request) -> web.Response:
             value = answer(request)
             return value if isinstance(value, web.Response) else _response(_json(value), "application/json")
 
         async def handle(request: Request) -> web.Response:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work, request)
+            return await self._in_thread(work, request)
 
         return handle
 
@@ -258,22 +271,22 @@ class ViewServer:
     # -- streams
 
     async def _search(self, request: Request) -> web.StreamResponse:
-        query, loop = request.arguments(_Query), asyncio.get_running_loop()
+        query = request.arguments(_Query)
         if not query.text:
             raise HTTPError(400, "text is empty: what is to be searched for?", where="text")
-        columns = await loop.run_in_executor(self._pool, lambda: self._run(request).columns())
-        rows = await loop.run_in_executor(self._pool, self._select, request, columns, query)
+        columns = await self._in_thread(lambda: self._run(request).columns())
+        rows = await self._in_thread(self._select, request, columns, query)
         steps = search(columns, query.text, rows)
 
         async def events() -> AsyncIterator[bytes]:
-            while (found := await loop.run_in_executor(self._pool, next, steps, None)) is not None:
+            while (found := await self._in_thread(next, steps, None)) is not None:
                 yield b"".join(_event(name, data) for name, data in found)
 
         return await _stream(request, events())
 
     async def _follow(self, request: Request) -> web.StreamResponse:
         query, loop = request.arguments(_Query), asyncio.get_running_loop()
-        await loop.run_in_executor(self._pool, self._run, request)  # 404 before the stream begins
+        await self._in_thread(self._run, request)  # 404 before the stream begins
 
         def look() -> dict[str, Any]:
             return self._run(request).state()  # another run may have begun there
@@ -282,7 +295,7 @@ class ViewServer:
             said, silent_since = query.cursor, loop.time()
             while True:
                 began = loop.time()
-                state = await loop.run_in_executor(self._pool, look)
+                state = await self._in_thread(look)
                 if state["cursor"] != said:
                     said, silent_since = state["cursor"], began
                     yield _event("change", state, said)

@@ -132,7 +132,7 @@ def tools(rows: RunColumns, check: Callable[[], None] = lambda: None) -> list[di
         for text, times in zip(
             coded.field("values").to_pylist(), coded.field("counts").to_pylist(), strict=True
         ):
-            with contextlib.suppress(msgspec.MsgspecError):  # something else of this name
+            with contextlib.suppress(msgspec.MsgspecError, RecursionError):  # something else of this name
                 for name, both in msgspec.json.decode(text, type=_Noted).tool_counts.items():
                     counts[name] += np.array(both) * times
                     counts[None] -= np.array(both) * times

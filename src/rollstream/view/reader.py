@@ -20,6 +20,9 @@ _SHOWN: Final = (
     *("index", "repeat", "prompt_key", "data_source", "ground_truth", "finish_reason", "reward_extra"),
     *("attempts", "num_turns", "is_snapshot", "extra", "prompt_tokens", "response_tokens", "finished_at"),
 )
+_ROOM: Final = 1 << 25
+"""Characters of JSON in an answer; cells beyond it are cut. A thousand pages of text are a tenth of it."""
+_CUT: Final = 10_000
 _PROMPT: Final = 200
 """Characters of a prompt in a list."""
 
@@ -27,15 +30,21 @@ _PROMPT: Final = 200
 def read_rows(columns: RunColumns, rows: Sequence[int] | Array) -> dict[int, Row]:
     """Trajectories by row, JSON decoded; lists of numbers stay Arrow's. What is gone from the disk is not there."""
     found: dict[int, Row] = {}
+    room = _ROOM
     for numbers, table in columns.read(np.asarray(rows, np.int64)):
         for at in np.flatnonzero(numbers >= 0).tolist():
             one = table.slice(at, 1)
-            row = one.drop_columns(list(_LISTS)).to_pylist()[0]
-            row |= {name: one[name][0] for name in _LISTS} | {
-                name: read_json(row[name]) for name in JSON_COLUMNS
-            }
+            row = one.drop_columns(list(_LISTS)).to_pylist()[0] | {name: one[name][0] for name in _LISTS}
+            for name in JSON_COLUMNS:
+                room -= len(text := row[name])
+                row[name] = read_json(text) if room >= 0 else cut(text)
             found[int(numbers[at])] = row
     return dict(sorted(found.items(), key=lambda item: (item[1]["repeat"], item[1]["trajectory"])))
+
+
+def cut(text: str) -> str:
+    """The beginning of a cell that is too large for the page."""
+    return f"too large for the page, {len(text)} characters: {text[:_CUT]}"
 
 
 def read_json(text: str) -> Any:
@@ -161,7 +170,8 @@ def prompts(columns: RunColumns, rows: Array) -> list[str | None]:
     found: dict[int, str] = {}
     for numbers, table in columns.read(rows, ["messages"]):
         for at in np.flatnonzero(numbers >= 0).tolist():
-            messages = as_messages(read_json(table["messages"][at].as_py()))
+            text = table["messages"][at].as_py()
+            messages = as_messages(read_json(text) if len(text) <= _ROOM else cut(text))
             before = messages[: _prompt_length(messages)]
             found[int(numbers[at])] = text_of(before[-1])[:_PROMPT] if before else ""
     return [found.get(row) for row in rows.tolist()]

@@ -24,6 +24,7 @@ from rollstream.store.columns import Part, RunColumns
 from rollstream.store.lock import is_locked
 from rollstream.store.manifest import Manifest, read_manifest, shard_group
 from rollstream.store.scores import Rewards
+from rollstream.untrusted import open_regular, read_regular
 from rollstream.view.overview import Groups, group_figures, mean_interval
 
 BUFFER_FILE: Final = "buffer.sqlite"
@@ -37,6 +38,10 @@ _MOST_FOLDERS: Final = 2000
 _FRESH_S: Final = 0.5
 """A run that is written is looked at twice a second at most, however many pages follow it."""
 _LOCK_S: Final = 2.0
+_MOST_LOG: Final = 1 << 28
+"""Bytes of a trainer's log: some hundred thousand steps."""
+_MOST_LINE: Final = 1 << 26
+"""Bytes of a line about the groups of a batch."""
 _MOST_ROWS: Final = 2_000_000
 """Of all runs that are held in memory, but for the one that was opened last: some 250 MB."""
 _SMALL: Final = 50_000
@@ -106,11 +111,13 @@ class TrainingSource(Source):
         """The figures of all steps. Raises `NotFoundError`."""
         path, steps = training_log(Path(self.path)), defaultdict[int, dict[str, float]](dict)
         try:
-            log = [] if path is None else json.loads(path.read_bytes())["log_history"]  # may have NaN
+            log = (
+                [] if path is None else json.loads(read_regular(path, _MOST_LOG))["log_history"]
+            )  # may have NaN
             for line in log:
                 numbers = {name: one for name, one in line.items() if isinstance(one, int | float)}
                 steps[int(numbers.pop("step"))] |= numbers
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise NotFoundError(f"{path} cannot be read as a training's log: {error}") from error
         for batch in self._batches():  # also of steps after the last checkpoint
             scored = [one for one in batch.groups if isinstance(one.get("mean"), int | float)]
@@ -130,9 +137,9 @@ class TrainingSource(Source):
     def _batches(self) -> list[_Batch]:
         """The batches by their first step; of one that was trained twice the last line."""
         found: dict[int, _Batch] = {}
-        with contextlib.suppress(OSError), (Path(self.path) / GROUPS_FILE).open("rb") as lines:
-            for line in lines:
-                with contextlib.suppress(msgspec.MsgspecError, ValueError):  # a torn line
+        with contextlib.suppress(OSError), open_regular(Path(self.path) / GROUPS_FILE) as lines:
+            while line := lines.readline(_MOST_LINE):
+                with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):  # a torn line
                     batch = msgspec.json.decode(line, type=_Batch)
                     found[batch.first] = batch
         return [found[first] for first in sorted(found)]
@@ -258,7 +265,7 @@ class RunSource(Source):
         counts: Counter[str] = Counter()
         for part in self._parts:
             try:
-                said = orjson.loads((part.root / "checkpoint.json").read_bytes())
+                said = orjson.loads(read_regular(part.root / "checkpoint.json"))
                 counts.update({name: count for name, count in said.items() if type(count) is int})
             except (OSError, ValueError, AttributeError):
                 return {}

@@ -38,12 +38,11 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from rollstream.errors import ConfigError
 from rollstream.memory import check_memory
 from rollstream.sampling import changes_of_distribution
-from rollstream.store.batch import logprobs_of, read_tables
+from rollstream.store.batch import logprobs_of, read_footer, read_tables
 from rollstream.store.export.files import JSON_COLUMNS, decode_row, replacing
 from rollstream.store.merge import MergeCancelledError, until
 from rollstream.trajectory import LogprobKind, is_side_call, sampled_stretches
@@ -266,7 +265,7 @@ def _survey(
             "%d of %d rows have no log-probs, so there are no rollout_log_probs", without_logprobs, rows
         )
     extra, reward_extra = ([name for name in found if _is_free(name)] for found in names.values())
-    logprobs = logprobs_of(pq.read_metadata(artifact)) if without_logprobs == 0 else None
+    logprobs = logprobs_of(read_footer(artifact)) if without_logprobs == 0 else None
     if logprobs == "raw" and changes:
         logger.warning(
             "rollout_log_probs are the raw model's, and tokens were drawn with %s: they are not the log-probs of "

@@ -22,6 +22,7 @@ from rollstream.store.batch import DamagedFileError, read_tables, recorded_diges
 from rollstream.store.journal import write_file_durably
 from rollstream.store.merge import MergeCancelledError, source_digest, until
 from rollstream.store.paths import RunPaths
+from rollstream.untrusted import open_regular, read_regular
 
 FILE_NAMES = {
     "parquet": "trajectories.parquet",
@@ -51,6 +52,7 @@ def replacing(target: Path) -> Iterator[Path]:
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
+        temporary.unlink(missing_ok=True)  # a link of this name would lead elsewhere
         yield temporary
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
@@ -112,7 +114,7 @@ def _digest(artifact: Path) -> str:
 
 def _noted(root: Path) -> dict[str, dict[str, Any]]:
     try:
-        noted = orjson.loads((root / "exports.json").read_bytes())
+        noted = orjson.loads(read_regular(root / "exports.json"))
     except (OSError, ValueError):
         return {}
     entries = noted.items() if isinstance(noted, dict) else ()
@@ -203,7 +205,7 @@ def _write(files: Sequence[tuple[Path, str]], target: Path, cancelled: Callable[
             if not path.exists():
                 continue
             entry = zipfile.ZipInfo.from_file(path, name, strict_timestamps=False)
-            with path.open("rb") as source, archive.open(entry, "w") as sink:
+            with open_regular(path) as source, archive.open(entry, "w") as sink:
                 while chunk := source.read(_CHUNK):
                     if cancelled():
                         raise MergeCancelledError
