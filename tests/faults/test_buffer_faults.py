@@ -664,7 +664,12 @@ def test_a_look_into_a_buffer(server: BufferProcess, capsys: pytest.CaptureFixtu
     for where in (server.url, str(server.folder)):
         assert main(["buffer", "status", where]) == 0
         told = capsys.readouterr().out
-        assert "1 open" in told and "1 ready" in told and "1 equal_rewards" in told and "disk" in told
+        assert (
+            "1 open" in told
+            and "1 ready" in told
+            and "2 equal_rewards in 1 groups" in told
+            and "disk" in told
+        )
         assert main(["buffer", "status", where, "--json"]) == 0
         assert orjson.loads(capsys.readouterr().out)["store"]["items_written"] == 5
         assert main(["buffer", "show", where, "--state", "dropped"]) == 0

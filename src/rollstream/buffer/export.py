@@ -331,6 +331,7 @@ def _whole(value: Any, otherwise: int) -> int:
 def _seconds(value: Any) -> float | None:
     """A Unix time, which slime's items have as a text."""
     try:
-        return float(value)
+        seconds = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
+    return seconds if 0 <= seconds < 2**36 else None  # what has a date

@@ -66,7 +66,7 @@ def items() -> list[dict[str, Any]]:
         *(
             item("d", reward, f"d{reward}", messages=[
                 {"role": "user", "content": "5-4?"}, {"role": "assistant", "content": str(reward)}
-            ], extra_info={"label": "1", "data_source": "sums", "level": 3}, note={"by": "hand"})
+            ], extra_info={"label": "1", "data_source": "sums", "level": 3, "timestamp": "1e20"}, note={"by": "hand"})
             for reward in (0, 1)
         ),
         item("e", 1, "e", **{name: value for name, value in TOKENS.items() if name.endswith("ids")}),
