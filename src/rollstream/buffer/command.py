@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import stat
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import fields
@@ -254,6 +255,8 @@ def read_token(path: Path | None) -> str | None:
         raise ConfigError(f"--token-file {path}: {error}") from error
     if not token or not token.isascii():
         raise ConfigError(f"--token-file {path}: its first line has to be the token, in ASCII")
+    if path.stat().st_mode & stat.S_IROTH:
+        sys.stderr.write(f"warning: --token-file {path}: every account of this machine can read it\n")
     return token
 
 

@@ -8,6 +8,7 @@ asks the buffer which uids it has, and generates the others.
 
 import asyncio
 import contextlib
+import faulthandler
 import functools
 import hashlib
 import itertools
@@ -27,6 +28,7 @@ from omegaconf import OmegaConf
 from rollstream.agent.registry import AgentLoops
 from rollstream.buffer.client import AsyncBufferClient, BufferClientError
 from rollstream.buffer.items import InstanceId, ItemError
+from rollstream.buffer.payload_rules import PayloadRules
 from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
 from rollstream.data.prompts import load_prompts
@@ -73,6 +75,8 @@ _NO_LIMIT = 2**31 - 1  # of a prompt's tokens: what does not fit the server leav
 _UIDS_AT_ONCE = 1000
 _NOT_THE_ITEM = (401, 403, 404, 405)  # statuses that say nothing about an item
 _FAILED_REWARD = -1.0  # outside of 0 to 1: the default filter lets no failed rollout through to a trainer
+STUCK_S = 300.0
+"""For the tokenizer and chat template to be loaded, and then for the event loop to stand still."""
 _ALL_FAIL, _ALL_FAIL_INSTANCES = 64, 16
 """So many failed before one success: no chance, where even a tenth works. Repeats of a row fail together."""
 
@@ -155,11 +159,14 @@ async def _generate(
     loop = settings.actor_rollout_ref.rollout.agent.default_agent_loop
     if agents.loops.entry(loop).loop.needs_tools and not agents.tools.schemas:
         raise ConfigError(f"agent loop {loop!r} has no tools: name some by the parameter tools")
-    setup = await asyncio.to_thread(
-        build_setup, settings, agents, shows_images=rows.has_images, reward=reward
-    )
-    agents.check({loop}, setup.tokenizer, show_tools=True, images=rows.has_images)
     async with contextlib.AsyncExitStack() as stack:
+        _end_if_stuck()
+        stack.callback(faulthandler.cancel_dump_traceback_later)
+        setup = await asyncio.to_thread(
+            build_setup, settings, agents, shows_images=rows.has_images, reward=reward
+        )
+        agents.check({loop}, setup.tokenizer, show_tools=True, images=rows.has_images)
+        stack.callback(asyncio.create_task(_watch_loop()).cancel)
         stack.push_async_callback(setup.close)
         engine = setup.create_engine(Path())
         stack.push_async_callback(engine.close)
@@ -197,6 +204,20 @@ async def _generate(
         )
         await executor.run(order.opened(itertools.compress(plan.keys(), (not one for one in known))))
         progress.end()
+
+
+def _end_if_stuck() -> None:
+    """Ends this process after `STUCK_S` with the stack of each thread in its log, unless called again before.
+
+    A chat template is a program, and may run for ever.
+    """
+    faulthandler.dump_traceback_later(STUCK_S, exit=True, file=2)
+
+
+async def _watch_loop() -> None:
+    while True:
+        _end_if_stuck()
+        await asyncio.sleep(STUCK_S / 10)
 
 
 def read_settings(data: Mapping[str, Any], engine: Mapping[str, Any] | None = None) -> Settings:
@@ -265,6 +286,13 @@ async def _find_engine(data: Mapping[str, Any], timeout: float) -> dict[str, Any
     tokenizer = data.get("tokenizer_path", server.tokenizer)
     if tokenizer is None:
         raise ConfigError("tokenizer_path is missing: the folder or hub name of the model's tokenizer")
+    if "tokenizer_path" not in data and (folders := data.get("rollstream", {}).get("folders")):
+        rules = PayloadRules([*map(Path, folders["inputs"])], forbidden=Path(folders["forbidden"]))
+        if rules.tokenizer(tokenizer) is None:
+            raise ConfigError(
+                f"tokenizer_path: the engine names {tokenizer!r:.200}, which is not below the buffer's --inputs, "
+                "and the engine is not one of its --engines"
+            )
     return {
         f"{_ROLLOUT}.name": server.kind,
         f"{_ROLLOUT}.server_urls": server.urls,

@@ -294,7 +294,9 @@ class Jobs:
             # It is checked again: the operator may allow less than when the job was started.
             payload, _ = self._rules.check(record.payload, shown_token=True)
             skips = payload["skip_instance_ids"]
-            own = {"job": record.id, "skip_instance_ids": skips}
+            own: dict[str, Any] = {"job": record.id, "skip_instance_ids": skips}
+            if not self._rules.are_operators(payload.get("remote_engine_url")):
+                own["folders"] = self._rules.folders
             if payload.get("tools"):
                 own["tools_file"] = str(self._tools_file)
             changed = {"remote_buffer_url": self.buffer_url, "skip_instance_ids": skips + finished}

@@ -20,6 +20,8 @@ _MAX_KEYS = 256
 """To compare an unknown one with the known ones takes about 0.1 ms."""
 _MAX_COUNT = 2**31 - 1
 _SHORT = 1000
+_DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
+"""What `rollstream serve` has by default."""
 
 _REPLACED = ("remote_buffer_url", "rollstream")
 """The server puts its own in their place."""
@@ -68,6 +70,8 @@ class PayloadRules:
         self._inputs = [one.expanduser().resolve() for one in inputs] or [Path.cwd().resolve()]
         self._engines = {_origin(url, "engines") for url in engines}
         self._forbidden = forbidden.expanduser().resolve()
+        self.folders = {"inputs": [str(one) for one in self._inputs], "forbidden": str(self._forbidden)}
+        """For rules of these folders in another process."""
         self._tools = tools
 
     def check(self, payload: Any, shown_token: bool) -> tuple[dict[str, Any], list[str]]:
@@ -105,7 +109,7 @@ class PayloadRules:
             checked["input_file"] = self._input_file(checked["input_file"])
         if checked.get("tokenizer_path") is not None:
             given = checked.pop("tokenizer_path")
-            if (tokenizer := self._tokenizer(given)) is not None:
+            if (tokenizer := self.tokenizer(given)) is not None:
                 checked["tokenizer_path"] = tokenizer
             else:
                 warnings.append(
@@ -125,12 +129,19 @@ class PayloadRules:
             raise ConfigError(f"input_file: there is no {path}")
         return str(path)
 
-    def _tokenizer(self, given: Any) -> str | None:
+    def tokenizer(self, given: Any) -> str | None:
+        """A tokenizer that may be loaded: a folder, or a name on the hub. Raises `ConfigError`."""
         path = self._resolve("tokenizer_path", given)
         is_name = _HUB_NAME.fullmatch(given) is not None and ".." not in given
         if is_name and not path.exists() and not Path(given).exists():
             return str(given)
-        return str(path) if self._is_allowed(path) and path.is_dir() else None
+        allowed = self._is_allowed(path) or path == _DEMO_MODEL
+        return str(path) if allowed and path.is_dir() else None
+
+    def are_operators(self, urls: Any) -> bool:
+        """Whether all of these engines, at least one, were named at start."""
+        urls = urls if isinstance(urls, list) else [urls] * (urls is not None)
+        return bool(urls) and all(_origin(url, "remote_engine_url") in self._engines for url in urls)
 
     def _resolve(self, key: str, given: Any) -> Path:
         if not isinstance(given, str) or not given:

@@ -144,6 +144,8 @@ class Service:
         """
         options = self.options
         options.directory.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(PermissionError):  # another account's, which has let this one in
+            options.directory.chmod(0o700)
         self._lock = _locked(options.directory)
         try:
             if options.generators:

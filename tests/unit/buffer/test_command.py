@@ -221,3 +221,14 @@ def test_status_says_why_a_job_failed(tmp_path: Path, capsys: Capture) -> None:
             assert main(["buffer", "status", where]) == 0
             said = capsys.readouterr().out
             assert "failed" in said and "there is no such model" in said
+
+
+def test_what_a_buffer_keeps_is_its_own_accounts_alone(tmp_path: Path) -> None:
+    token, folder = tmp_path / "token", tmp_path / "buffer"
+    token.write_text("secret\n")
+    token.chmod(0o644)
+    folder.mkdir(mode=0o755)
+    with serve_buffer(folder, "--token-file", str(token)) as server:
+        assert "every account" in server.log.read_text()
+        files = [folder, *folder.glob("buffer.sqlite*")]
+        assert len(files) >= 2 and all(file.stat().st_mode & 0o077 == 0 for file in files)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import re
+import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +22,12 @@ from hypothesis import strategies as st
 from rollstream.buffer.builtin import math_generator, tool_generator
 from rollstream.buffer.builtin.math_generator import as_number, compute_score, final_answer, same_answer
 from rollstream.buffer.generation import EpochOrder, Plan, Progress, make_item, read_settings, run_generation
+from rollstream.buffer.generator_process import GeneratorProcess
 from rollstream.buffer.items import MAX_TEXT, load_item
+from rollstream.buffer.payload_rules import PayloadRules
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.demo import MODEL_PATH
+from rollstream.engine.detect import DetectedServer
 from rollstream.engine.launch_process import reserve_port
 from rollstream.errors import ConfigError, DataError, EngineLostError
 from rollstream.testing.scripted import ScriptedRequest
@@ -274,6 +278,55 @@ async def test_what_cannot_work_is_refused_by_name(world: World, change: dict[st
     with pytest.raises(ConfigError, match=re.escape(words)):
         await world.generate(**change)
     assert not world.items and world.engine.stats.answered == 0
+
+
+async def test_a_tokenizer_that_an_engine_names_is_below_the_inputs(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shutil.copytree(
+        MODEL_PATH, tmp_path / "models" / "m", ignore=shutil.ignore_patterns("*.bin", "*.s*")
+    )
+
+    async def detected(urls: Sequence[str], **_: Any) -> DetectedServer:
+        return DetectedServer(urls[0], [*urls], "sglang", ("m",), str(model))
+
+    monkeypatch.setattr("rollstream.buffer.generation.detect_server", detected)
+    world.write(1)
+    data = world.payload()
+    del data["tokenizer_path"]
+    for inputs, works in ((tmp_path / "prompts", False), (tmp_path / "models", True)):
+        rules = PayloadRules([inputs], forbidden=tmp_path / "buffer")
+        data["rollstream"] = {"job": "j1", "folders": rules.folders}
+        if works:
+            await world.run(data=data, reward=compute_score)
+        else:
+            with pytest.raises(ConfigError, match="--inputs"):
+                await world.run(data=data, reward=compute_score)
+        assert bool(world.items) == works
+
+
+async def test_a_chat_template_without_end_ends_the_generator(world: World, tmp_path: Path) -> None:
+    model = shutil.copytree(MODEL_PATH, tmp_path / "m", ignore=shutil.ignore_patterns("*.bin", "*.s*"))
+    loop = "{% for i in range(99999) %}"
+    (model / "chat_template.jinja").write_text(f"{loop * 3}x{'{% endfor %}' * 3}")
+    world.write(1)
+    file = tmp_path / "own_generator.py"
+    file.write_text(
+        "from rollstream.buffer import generation\n"
+        "def run_rollout(data):\n"
+        "    generation.STUCK_S = 2.0\n"
+        "    generation.run_generation(data, reward=lambda *_: 1.0)\n"
+    )
+    process = await GeneratorProcess.start(
+        file,
+        world.payload(tokenizer_path=str(model)),
+        log=tmp_path / "logs" / "log",
+        netrc=tmp_path / "netrc",
+        token=None,
+        mark=str(tmp_path),
+    )
+    end = await process.wait()
+    assert not end.finished and "exit code 1" in end.error and "template" in end.traceback
 
 
 async def test_the_tool_generator_calls_the_tools_that_are_named(tmp_path: Path) -> None:

@@ -150,11 +150,15 @@ async def test_a_job_runs_in_its_process_and_finishes(world: World) -> None:
     assert world.state(record) == "running"  # durable before it begins
     await until(lambda: world.state(record) == "finished")
     (seen,) = world.payloads
+    seen_folder = seen["rollstream"]["folders"]["forbidden"]
     assert seen == {
         **{"task_type": "math", "num_repeat_per_sample": 8, "model": 1, "tools": ["search"]},
         **{"input_file": str((world.folder / "inputs" / "x").resolve()), "skip_instance_ids": [9]},
         "remote_buffer_url": "http://127.0.0.1:1",
-        "rollstream": {"job": record.id, "skip_instance_ids": [9], "tools_file": "/etc/tools.yaml"},
+        "rollstream": {
+            **{"job": record.id, "skip_instance_ids": [9], "tools_file": "/etc/tools.yaml"},
+            "folders": {"inputs": [str(world.folder / "inputs")], "forbidden": seen_folder},
+        },
     }
     assert jobs.failures() == []
     assert f"hello token-of-{record.id}" in world.log(record).read_text()
@@ -331,7 +335,8 @@ async def test_a_restarted_server_goes_on_with_what_is_still_allowed(world: Worl
     jobs = await world.server()
     data = await world.runs(2)
     assert data["skip_instance_ids"] == [9, 7]
-    assert data["rollstream"] == {"job": record.id, "skip_instance_ids": [9]}
+    own = data["rollstream"]
+    assert (own["job"], own["skip_instance_ids"]) == (record.id, [9])
     assert data["num_repeat_per_sample"] == 16  # the server's, when it was started
     await jobs.close()
     jobs = await world.server(inputs="files")

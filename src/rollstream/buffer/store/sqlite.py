@@ -5,6 +5,7 @@ import contextlib
 import errno
 import functools
 import json
+import os
 import queue
 import re
 import sqlite3
@@ -94,6 +95,8 @@ class SqliteDriver:
         await asyncio.get_running_loop().run_in_executor(self._writer, self._open, schema)
 
     def _open(self, schema: str) -> None:
+        with contextlib.suppress(OSError):  # SQLite says it better; its log has the database's mode
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
         with _errors(self._path):
             self._connection = connection = _connect(self._path)
             self._with_reserve(lambda: self._set_up(connection, schema))
