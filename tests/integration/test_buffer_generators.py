@@ -2,7 +2,9 @@
 
 import asyncio
 import importlib.util
+import itertools
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -12,8 +14,10 @@ from typing import Any
 import aiohttp
 import orjson
 import pytest
+from aiohttp import web
 
 from rollstream.buffer.client import AsyncBufferClient, BufferClientError
+from rollstream.testing.stub_chat import ChatStub
 from tests.support.buffer import serve_buffer
 from tests.support.until import PATIENCE_S
 
@@ -210,6 +214,53 @@ async def test_failures_reach_the_reader_and_a_mended_file_goes_on(tmp_path: Pat
                 await asyncio.sleep(0.05)
             assert (await client.stats())["failures"] == []
         assert server.stop() == 0
+
+
+async def test_the_template_for_an_agent_of_ones_own(tmp_path: Path) -> None:
+    """Stopped in between and started again, it makes each rollout of each epoch once, and writes failures."""
+    pytest.importorskip("openai")
+    rows = [
+        *({"instance_id": f"i{n}", "prompt": f"{n} + 1 =", "label": n + 1} for n in range(6)),
+        {"instance_id": "bad", "prompt": "fails", "label": 0},
+    ]
+    (tmp_path / "prompts.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    generators = write_generators(tmp_path / "generators")
+    shutil.copy(ROOT / "examples" / "buffer" / "agent_generator.py", generators)
+    asked = itertools.count()
+
+    def answer(body: dict[str, Any]) -> str:
+        question = body["messages"][0]["content"]
+        if question == "fails":
+            raise web.HTTPBadRequest
+        right = int(question.partition(" ")[0]) + 1
+        return str(right if next(asked) % 2 else 99)
+
+    options = ("--generators", str(generators), "--inputs", str(tmp_path))
+    with serve_buffer(tmp_path / "buffer", *options) as server:
+        async with (
+            ChatStub(answer, model="custom") as engine,
+            AsyncBufferClient(server.url) as client,
+            asyncio.timeout(PATIENCE_S),
+        ):
+            payload = {
+                **{"task_type": "agent", "input_file": "prompts.jsonl", "remote_engine_url": engine.url},
+                **{"num_repeat_per_sample": "4", "num_epoch": "2", "num_process": "3"},
+                **{"sampling_params": {"max_tokens": 8}, "skip_instance_ids": ["i0"]},
+            }
+            job = (await client.start_job(payload))["id"]
+            while (await client.stats())["store"]["items_of_job"] < 10:
+                await asyncio.sleep(0.01)
+            await client.stop_job(job)
+            assert (await client.start_job(payload))["id"] == job
+            while (await client.stats())["job"]["state"] == "running":
+                await asyncio.sleep(0.02)
+            assert (await client.stats())["job"]["state"] == "finished", await client.stats()
+            groups = await client.groups(job=job)
+    assert Counter(one["instance_id"] for one in groups) == {
+        "i0": 1, **{f"i{n}": 2 for n in range(1, 6)}, "bad": 2,
+    }  # fmt: skip
+    assert all(one["n"] == 4 for one in groups)
+    assert all((one["failed"] == 4) == (one["instance_id"] == "bad") for one in groups)
 
 
 def test_the_template_is_the_shipped_generator() -> None:
