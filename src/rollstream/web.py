@@ -433,6 +433,26 @@ class _Budget:
                 del self._of[held.client]
 
 
+def weights_below(folders: Iterable[Path], named: str) -> Path:
+    """The folder that a client names for an engine's weights, without links.
+
+    Raises:
+        HTTPError: 403 it is not below one of `folders`; 400 it is not there.
+    """
+    try:
+        path = Path(named).resolve()
+        # What comes behind a loop of links is left as it was: `loop/../link` would still be a link.
+        allowed = path.resolve() == path and any(path.is_relative_to(one.resolve()) for one in folders)
+    except ValueError:  # NUL
+        allowed = False
+    if not allowed:
+        text = "weights are taken from below the folders that the server was started with (--weights DIR)"
+        raise HTTPError(403, f"{named}: {text}", "forbidden", "model_path")
+    if not path.is_dir():
+        raise HTTPError(400, f"there is no folder {path} here", where="model_path")
+    return path
+
+
 class WebServer:
     """Answers requests by a table of routes.
 

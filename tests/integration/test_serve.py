@@ -271,7 +271,7 @@ def test_weights_are_updated_while_serving(tmp_path: Path) -> None:
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     log_probs, versions = [], []
     with (
-        serve("--engine", "hf", log=tmp_path / "log") as served,
+        serve("--engine", "hf", "--weights", str(tmp_path), str(MODEL_PATH), log=tmp_path / "log") as served,
         openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
     ):
         for source, version in ((None, "0"), (other, "5"), (MODEL_PATH, "6")):

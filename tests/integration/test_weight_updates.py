@@ -433,7 +433,7 @@ async def test_a_pool_of_servers_gets_new_weights(
     steps: dict[int, Path], modules: dict[int, Any], tmp_path: Path
 ) -> None:
     """Two `rollstream serve`, updated by the client in the middle of 64 generations; then one restarts."""
-    options = ("--engine-kwargs", "num_threads=1")
+    options = ("--engine-kwargs", "num_threads=1", "--weights", *map(str, steps.values()), str(tmp_path))
     with serve(*options, log=tmp_path / "a") as one:
         with serve(*options, log=tmp_path / "b") as two:
             engine = ContinuingEngine(SGLangEngine([one.url, two.url], model_path=str(MODEL_PATH)))

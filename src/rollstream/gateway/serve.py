@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -112,9 +112,12 @@ def read_config(options: argparse.Namespace) -> DictConfig:
     return resolved
 
 
-def _as_executed(given: DictConfig) -> DictConfig:
-    """The configuration with what makes a rollout of a session."""
+def _as_executed(given: DictConfig, weights: Sequence[Path]) -> DictConfig:
+    """The configuration with what makes a rollout of a session, and what servers that are launched need."""
     config: Any = given.copy()
+    launch = config.actor_rollout_ref.rollout.launch
+    if launch.server == "rollstream" and weights:
+        launch.args = {"weights": [str(folder) for folder in weights], **launch.args}
     config.actor_rollout_ref.rollout.agent.default_agent_loop = LOOP
     config.generation.attempt_timeout, config.generation.max_attempts = _NO_LIMIT_S, 1
     assert isinstance(config, DictConfig)
@@ -132,7 +135,7 @@ async def _serve(
     stack: AsyncExitStack, given: DictConfig, options: argparse.Namespace, signals: StopSignals
 ) -> None:
     token = read_token(options.token_file)
-    setup, dataset = await signals.unless_stopped(_prepare(_as_executed(given)))
+    setup, dataset = await signals.unless_stopped(_prepare(_as_executed(given, options.weights)))
     stack.push_async_callback(setup.close)
     settings = setup.settings
     sink: RunSink | BufferSink

@@ -44,7 +44,7 @@ from rollstream.gateway.recorder import Limits, Recorder
 from rollstream.metrics_text import family, metrics_page
 from rollstream.store.records import EncodingError
 from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory
-from rollstream.web import HTTPError, Request, Route, openapi, render_json_error
+from rollstream.web import HTTPError, Request, Route, openapi, render_json_error, weights_below
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +274,7 @@ class SessionService:
         self.train_side_calls = train_side_calls
         self._run, self._sink = run, sink
         self._expire_s, self._max_sessions, self._clock = expire_s, max_sessions, clock
-        self._update, self._weights = update_weights, tuple(path.resolve() for path in weights)
+        self._update, self._weights = update_weights, weights
         self._updating = asyncio.Lock()
         self.weight_version = 0
         self._open: dict[str, _Session] = {}
@@ -541,14 +541,7 @@ class SessionService:
         asked = await request.json(UpdateWeights)
         if self._update is None:
             raise HTTPError(400, "this engine cannot update its weights", "unsupported")
-        path = Path(asked.model_path).resolve()
-        # What comes behind a loop of links is left as it was: `loop/../link` would still be a link.
-        is_real = path.resolve() == path
-        if not is_real or not any(path.is_relative_to(allowed) for allowed in self._weights):
-            text = "weights are taken from below the folders that the gateway was started with (--weights)"
-            raise HTTPError(403, f"{asked.model_path}: {text}", "forbidden", "model_path")
-        if not path.is_dir():
-            raise HTTPError(400, f"there is no folder {path} here", where="model_path")
+        path = weights_below(self._weights, asked.model_path)
         async with self._updating:
             version = self.weight_version + 1 if asked.version is None else asked.version
             await finish_despite_cancellation(self._load_weights(str(path), version))

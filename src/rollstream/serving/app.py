@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from rollstream.chat.wires.requests import refusal_of, render_error
 from rollstream.engine.base import Engine
@@ -36,6 +37,7 @@ class Server:
         host: address to listen on.
         port: 0 takes a free one.
         max_queue: samples in flight at most.
+        weights: folders below which clients may name weights.
         api_key: what clients have to show; None asks for none.
         allowed_hosts: further names of this server, as clients write them.
         insecure: listens beyond loopback also without a key.
@@ -49,6 +51,7 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 30000,
         max_queue: int = 8192,
+        weights: Iterable[Path] = (),
         api_key: str | None = None,
         allowed_hosts: Iterable[str] = (),
         insecure: bool = False,
@@ -58,7 +61,7 @@ class Server:
         routes = [
             *NativeRoutes(model, self._service).routes(),
             *OpenAIRoutes(model, self._service).routes(),
-            *ControlRoutes(model, self._service, self._answered).routes(),
+            *ControlRoutes(model, self._service, self._answered, weights).routes(),
         ]
         self._web = WebServer(
             # A client that goes away aborts its request.

@@ -83,6 +83,7 @@ async def _serve(engine: Engine, model: ServedModel, options: argparse.Namespace
         host=options.host,
         port=options.port,
         max_queue=options.max_queue,
+        weights=options.weights,
         api_key=_api_key(options.api_key_env),
         allowed_hosts=options.allow_host,
         insecure=options.insecure,

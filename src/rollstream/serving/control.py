@@ -4,6 +4,7 @@ Source: https://docs.sglang.io/basic_usage/native_api.html and advanced_features
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from rollstream.errors import EngineError, RollstreamError
 from rollstream.metrics_text import family, metrics_page
 from rollstream.serving.model import ServedModel
 from rollstream.serving.service import EngineService
-from rollstream.web import Request, Route, json_response
+from rollstream.web import HTTPError, Request, Route, json_response, weights_below
 
 
 class _Abort(msgspec.Struct):
@@ -59,14 +60,20 @@ class ControlRoutes:
         model: what is served.
         service: its engine.
         answered: HTTP requests by route and status.
+        weights: folders below which clients may name weights.
     """
 
     def __init__(
-        self, model: ServedModel, service: EngineService, answered: Counter[tuple[str, int]]
+        self,
+        model: ServedModel,
+        service: EngineService,
+        answered: Counter[tuple[str, int]],
+        weights: Iterable[Path],
     ) -> None:
         self._model = model
         self._service = service
         self._answered = answered
+        self._weights = tuple(weights)
 
     def routes(self) -> list[Route]:
         """What goes where. Load balancers and monitoring have no key; as in SGLang."""
@@ -177,24 +184,22 @@ class ControlRoutes:
         return json_response({"message": "Generation continues.", "status": "ok"})
 
     async def update_weights(self, request: Request) -> web.Response:
-        """Loads weights from a folder that the server can read; 400 from an engine that cannot.
+        """Loads weights from below the operator's folders; 400 from an engine that cannot.
 
         What is in flight goes on with the new weights, or returns what it has with `abort_all_requests`.
         """
         read = partial(read_parameters, kind=_WeightUpdate, harmless=_UPDATE_WORDS, neutral=_UPDATE_NEUTRAL)
         asked = await request_object(request, read)
         try:
-            if not Path(asked.model_path).is_dir():
-                # Some engines would take another text for a name on a hub, and fetch it.
-                raise RequestError(f"there is no folder {asked.model_path} here", param="model_path")
+            folder = str(weights_below(self._weights, asked.model_path))
             version = _version(asked.weight_version)
             if asked.abort_all_requests:
                 await self._service.abort()
-            version = await self._service.update_weights(asked.model_path, version)
+            version = await self._service.update_weights(folder, version)
         except RollstreamError as error:
             # SGLang's shape, with OpenAI's beside it.
             body = {"success": False, "message": str(error), "error": {"message": str(error)}}
-            return json_response(body, 400)
+            return json_response(body, error.status if isinstance(error, HTTPError) else 400)
         body = {"success": True, "message": f"weights loaded, version {version}", "num_paused_requests": 0}
         return json_response(body)
 

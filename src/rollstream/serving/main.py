@@ -45,6 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how the model writes tool calls: docs/parsers.md",
     )
     parser.add_argument(
+        "--weights",
+        type=Path,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="DIR",
+        help="folder below which POST /update_weights_from_disk may name weights (default: it names none)",
+    )
+    parser.add_argument(
         "--max-queue",
         type=int,
         default=8192,

@@ -201,10 +201,11 @@ def test_verl_finds_the_backend_by_its_environment() -> None:
 
 
 @pytest.fixture
-def served() -> Iterator[str]:
+def served(tmp_path: Path) -> Iterator[str]:
     """An engine whose weights can be replaced."""
     command = [sys.executable, "-m", "rollstream.cli", "serve", "--engine", "hf", "--port", "0", "--json"]
-    process = subprocess.Popen([*command, "--exit-with-parent"], stdout=subprocess.PIPE)
+    command += ["--exit-with-parent", "--weights", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
         yield orjson.loads(process.stdout.readline())["url"]

@@ -100,7 +100,7 @@ async def test_a_pause_over_http() -> None:
 async def test_weights_over_http(tmp_path: Path) -> None:
     update = "/update_weights_from_disk"
     engine = ScriptedEngine()
-    async with serving(engine) as client:
+    async with serving(engine, weights=[tmp_path.parent]) as client:
         body = {"model_path": str(tmp_path), "weight_version": "3", "load_format": "auto"}
         assert (await client.answer(update, body))["success"]
         reply = await client.answer("/generate", GENERATE)
@@ -116,21 +116,41 @@ async def test_weights_over_http(tmp_path: Path) -> None:
             ),
             ({**body, "weight_version": True}, "got `bool`"),
             ({}, "model_path"),
-            ({"model_path": "someone/model"}, "there is no folder someone/model"),
+            ({"model_path": f"{tmp_path}/nothing"}, "there is no folder"),
             ({**body, "abort_all_requests": "all of them"}, "abort_all_requests"),
         ):
             assert words in (await client.refused(update, bad))["message"]
         await client.answer(update, {"model_path": str(tmp_path)})
         assert (await client.get("/get_weight_version"))[1] == {"weight_version": "4"}
     fixed = ScriptedEngine(capabilities=replace(engine.capabilities, update_weights=False))
-    async with serving(fixed) as client:
+    async with serving(fixed, weights=[tmp_path]) as client:
         status, answer = await client.post(update, body)
     assert (status, answer["success"], "cannot update" in answer["message"]) == (400, False, True)
 
 
+async def test_weights_come_from_the_folders_that_were_allowed(tmp_path: Path) -> None:
+    update, good = "/update_weights_from_disk", tmp_path / "ok" / "step-1"
+    good.mkdir(parents=True)
+    (tmp_path / "ok" / "out").symlink_to("..")
+    names = (
+        good,
+        tmp_path,
+        good / ".." / "..",
+        tmp_path / "ok" / "out",
+        "someone/model",
+        "/proc/self/cwd",
+        "a\0",
+    )
+    for weights, statuses in ([tmp_path / "ok"], [200] + [403] * 6), ([], [403] * 7):
+        async with serving(ScriptedEngine(), weights=weights) as client:
+            answers = [await client.post(update, {"model_path": str(name)}) for name in names]
+        assert [status for status, _ in answers] == statuses
+    assert "--weights DIR" in answers[0][1]["message"]
+
+
 async def test_an_update_may_abort_what_is_in_flight(tmp_path: Path) -> None:
     engine = ScriptedEngine(latency=FOREVER)
-    async with serving(engine) as client:
+    async with serving(engine, weights=[tmp_path]) as client:
         asked = asyncio.create_task(client.answer("/generate", GENERATE))
         await until(lambda: engine.in_flight)
         body = {"model_path": str(tmp_path), "abort_all_requests": True}

@@ -64,6 +64,8 @@ class TrainerSays:
     n: int
     """Rollouts of a group."""
     seed: int
+    weights_dir: str | None = None
+    """Where weights are written for servers."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """For every rendering of the chat template: `data.apply_chat_template_kwargs`."""
     tokenizer: Any = None
@@ -102,7 +104,8 @@ class RolloutEnvironment:
         """The whole configuration. Builds the tasks' files, if there are any.
 
         Raises:
-            ConfigError: trainer and environment give the chat template different arguments.
+            ConfigError: trainer and environment give the chat template different arguments, or servers that
+                are launched would not know where weights may come from.
         """
         values: dict[str, Any] = {
             "temperature": trainer.temperature,
@@ -111,6 +114,12 @@ class RolloutEnvironment:
             "name": self.engine_name,
         }
         tree: dict[str, Any] = {"actor_rollout_ref": {"rollout": values}}
+        if self._given.actor_rollout_ref.rollout.launch.server == "rollstream":
+            if trainer.weights_dir is None:
+                raise ConfigError(
+                    "weights_dir: servers of `rollstream serve` load weights from below it: set it"
+                )
+            values["launch"] = {"args": {"weights": [trainer.weights_dir]}}
         if self.engine_name in _SEEDED:
             tree["generation"] = {"seed": trainer.seed}
         if self._given.actor_rollout_ref.model.path is None:

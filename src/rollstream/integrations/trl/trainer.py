@@ -657,6 +657,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             response_length=args.max_completion_length,
             n=args.num_generations,
             seed=args.seed,
+            weights_dir=args.weights_dir,
             template_kwargs=args.chat_template_kwargs or {},
             tokenizer=getattr(tokenizer, "tokenizer", tokenizer),
         )

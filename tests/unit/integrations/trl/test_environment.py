@@ -1,5 +1,6 @@
 """What an environment takes, and what it leaves to the trainer."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -61,6 +62,16 @@ def test_keys_of_data_are_refused_beside_a_dataset(word: str) -> None:
     RolloutEnvironment(["generation.max_in_flight=3"]).refuse_data()
     with pytest.raises(ConfigError, match=f"{word.partition('=')[0]}: no effect where a dataset is given"):
         RolloutEnvironment([word]).refuse_data()
+
+
+def test_servers_that_are_launched_load_weights_from_the_trainers_folder(tmp_path: Path) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    environment = RolloutEnvironment([f"{rollout}.name=sglang", f"{rollout}.launch.server=rollstream"])
+    says = TrainerSays("model", 1.0, 8, 2, 0, weights_dir=str(tmp_path))
+    args = environment.resolve(says).actor_rollout_ref.rollout.launch.args
+    assert args == {"weights": [str(tmp_path)]}
+    with pytest.raises(ConfigError, match=r"^weights_dir"):
+        environment.resolve(replace(says, weights_dir=None))
 
 
 def test_the_prompts_column_of_data_files_is_the_configurations(tmp_path: Path) -> None:
