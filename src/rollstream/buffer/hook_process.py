@@ -1,7 +1,8 @@
 """The child process that runs a user's generator file and calls its hooks, and its client in the server.
 
-A message on the child's stdin and stdout is 4 bytes with its length, and msgpack. Each request has the source
-of its file, so a new child can go on where another one ended.
+A message on the socket between them is 4 bytes with its length, and msgpack. Each request has the source of its
+file, so a new child can go on where another one ended. The child runs below a reaper (`engine.reaper`): what a hook
+starts ends with it.
 
 The time limit is faulthandler's, which also works while a hook holds the GIL: it writes where every thread is
 and ends the process. That text, or the one of a fatal signal, comes where a length is expected. Read as a
@@ -16,13 +17,15 @@ import os
 import queue
 import re
 import signal
+import socket
 import sys
 import threading
 import traceback
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NamedTuple
+from uuid import uuid4
 
 import msgspec
 import orjson
@@ -42,6 +45,7 @@ from rollstream.buffer.items import (
     split_batch,
     with_uid,
 )
+from rollstream.engine import reaper
 from rollstream.errors import ConfigError, RollstreamError
 from rollstream.user_code import run_file
 
@@ -52,6 +56,9 @@ _TIMEOUT: Final = "Timeout"
 
 _SLACK_S: Final = 30.0
 """A child has so much beside the limit of a call, to start and to read large messages. Then it is stuck."""
+
+_END_S: Final = 2.0
+"""For the reaper to have killed all; then its process group is killed."""
 
 _PART: Final = 1 << 20
 """Bytes that are written at once: asyncio copies what a pipe does not take."""
@@ -97,6 +104,15 @@ class _Reply(msgspec.Struct):
     item_error: tuple[str, str] | None = None
 
 
+class _Child(NamedTuple):
+    process: Process
+    """The reaper."""
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    mark: str
+    """See `reaper.MARK`."""
+
+
 class HookProcess:
     """Calls the hooks of a file in a child process, one call at a time.
 
@@ -108,7 +124,7 @@ class HookProcess:
         self._seconds = seconds
         self._turn = asyncio.Lock()
         self._exchanging: asyncio.Task[Any] | None = None
-        self._process: Process | None = None
+        self._child: _Child | None = None
         self._closed = False
 
     async def call(self, call: str, file: GeneratorFile, *values: Any) -> Any:
@@ -149,10 +165,10 @@ class HookProcess:
             raise HookError(f"{request.path}: a group of {len(message)} bytes is too large for hooks")
         fresh = False
         while not self._closed:
-            if self._process is None:
-                self._process, fresh = await _start(self._seconds), True
+            if self._child is None:
+                self._child, fresh = await _start(self._seconds), True
                 continue  # closed meanwhile?
-            reply = await _ask(self._process, message, self._seconds + _SLACK_S)
+            reply = await _ask(self._child, message, self._seconds + _SLACK_S)
             if isinstance(reply, _Reply):
                 if reply.error is not None:
                     raise HookError(*reply.error)
@@ -176,40 +192,55 @@ class HookProcess:
 
     async def _end(self) -> str:
         """Kills the child and what it started; says how it ended."""
-        process, self._process = self._process, None
-        if process is None:
+        child, self._child = self._child, None
+        if child is None:
             return ""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(TimeoutError):  # something that left its group may hold its pipes open
-            await asyncio.wait_for(process.wait(), 0.5)
-        code = process.returncode
-        if code is None or code >= 0:
+        process = child.process
+        assert process.stdin is not None
+        child.writer.close()
+        process.stdin.close()  # the reaper's sign to end
+        try:
+            async with asyncio.timeout(_END_S):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode is None or process.returncode < 0:  # perhaps nobody looked after the others
+            await asyncio.to_thread(reaper.kill_left, child.mark)
+        code = await process.wait()
+        if code >= 0:
             return f"exit status {code}"
         return f"killed by {next((one.name for one in signal.Signals if one == -code), -code)}"
 
 
-async def _start(seconds: float) -> Process:
+async def _start(seconds: float) -> _Child:
+    mark = uuid4().hex
     env = {name: value for name, value in os.environ.items() if name != "ROLLSTREAM_BUFFER_TOKEN"}
-    words = (sys.executable, "-u", "-m", __name__, str(seconds))
-    return await asyncio.create_subprocess_exec(
-        *words, stdin=PIPE, stdout=PIPE, env=env, start_new_session=True, limit=1 << 20
-    )
+    ours, theirs = socket.socketpair()
+    with theirs:
+        words = (sys.executable, "-u", "-m", __name__, str(seconds), str(theirs.fileno()))
+        process = await asyncio.create_subprocess_exec(
+            *reaper.reaped(words, reaper.Bounds(grace=0.0)),
+            stdin=PIPE,  # held open as long as the child is wanted
+            env={**env, reaper.MARK: mark},
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+    return _Child(process, *await asyncio.open_unix_connection(sock=ours, limit=1 << 20), mark)
 
 
-async def _ask(process: Process, message: bytes, seconds: float) -> _Reply | str:
+async def _ask(child: _Child, message: bytes, seconds: float) -> _Reply | str:
     """The reply, or what faulthandler wrote instead; "" if the child ended without a word."""
-    assert process.stdin is not None and process.stdout is not None
     try:
         async with asyncio.timeout(seconds):
-            process.stdin.write(len(message).to_bytes(4))
+            child.writer.write(len(message).to_bytes(4))
             for start in range(0, len(message), _PART):
-                process.stdin.write(memoryview(message)[start : start + _PART])
-                await process.stdin.drain()
-            head = await process.stdout.readexactly(4)
+                child.writer.write(memoryview(message)[start : start + _PART])
+                await child.writer.drain()
+            head = await child.reader.readexactly(4)
             if (size := int.from_bytes(head)) > _MAX_BYTES:
-                return (head + await process.stdout.read()).decode(errors="replace")
-            return msgspec.msgpack.decode(await process.stdout.readexactly(size), type=_Reply)
+                return (head + await child.reader.read()).decode(errors="replace")
+            return msgspec.msgpack.decode(await child.reader.readexactly(size), type=_Reply)
     except TimeoutError:
         return _TIMEOUT
     except (ConnectionError, asyncio.IncompleteReadError, msgspec.DecodeError):
@@ -220,10 +251,11 @@ async def _ask(process: Process, message: bytes, seconds: float) -> _Reply | str
 
 
 def main() -> None:
-    """Serves the calls of a HookProcess, on stdin and stdout."""
-    requests_in, replies_out = os.dup(0), os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # users' code reads nothing,
-    os.dup2(2, 1)  # and what it prints goes to the server's stderr
+    """Serves the calls of a HookProcess, on an inherited socket."""
+    replies_out = int(sys.argv[2])
+    os.set_inheritable(replies_out, False)
+    requests_in = os.dup(replies_out)
+    os.dup2(2, 1)  # what users' code prints goes to the server's stderr
     faulthandler.enable(replies_out)
     waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(os.fdopen(requests_in, "rb"), waiting), daemon=True).start()

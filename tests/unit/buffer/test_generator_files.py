@@ -20,7 +20,7 @@ from rollstream.buffer.hooks import HookError
 from rollstream.buffer.items import Encoding, ItemError, dump_item, load_item, parse_item
 from rollstream.errors import ConfigError, RollstreamError
 from tests.support.buffer import item
-from tests.support.processes import command_line
+from tests.support.processes import command_line, is_running
 from tests.support.until import until
 
 SETTINGS = GroupSettings(group_size=2, min_valid_item_size_ratio=0.5)
@@ -306,3 +306,22 @@ asyncio.run(main())
         server.wait()
     child = int(file.with_name(file.name + ".pid").read_text())
     await until(lambda: not command_line(child))
+
+
+DAEMON = """
+def get_group_data_meta_info(groups):
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.execve("/bin/sleep", ["sleep", "600"], {})
+    return {"pid": pid}
+"""
+
+
+async def test_what_a_hook_leaves_behind_ends_with_its_process(tmp_path: Path) -> None:
+    write(tmp_path, "math", DAEMON)
+    async with a_host(tmp_path) as host:
+        daemon = (await who(host, 1))["pid"]
+        assert is_running(daemon)
+    assert not is_running(daemon)
