@@ -25,6 +25,7 @@ from rollstream.generation.main import guarded, parse
 from rollstream.integrations.verifiers import command as verifiers
 from rollstream.serving import main as serving
 from rollstream.stderr_log import at_work
+from rollstream.untrusted import printable
 from rollstream.view import command as view
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         with at_work(options.parser.prog) if command in _SILENT else nullcontext():
             return command(options)
     except RollstreamError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | DataError | RunDirectoryError) else 1
     except BrokenPipeError:
         raise
@@ -352,7 +353,7 @@ def _status(options: argparse.Namespace) -> int:
 
 def _print_causes(what: str, causes: "Sequence[FailureCause]") -> None:
     for cause in causes[:_CAUSES_SHOWN]:
-        said = cause.example.partition("\n")[0][:300]
+        said = printable(cause.example.partition("\n")[0][:300])
         print(f"{what:<16}{cause.count}: {said} (index {cause.index}, repeat {cause.repeat})")
     if (more := len(causes) - _CAUSES_SHOWN) > 0:
         print(f"{'':<16}and by {more} other causes: --{what}")

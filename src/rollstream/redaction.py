@@ -13,8 +13,13 @@ _SECRET = re.compile(
 )
 """Names of secrets: `api_key`, `HF_TOKEN`, `client_secret_1`; not `stop_token_ids` or `tokenizer_path`."""
 
-_NOT_SECRET = frozenset(("prompt_key", "image_key", "video_key", "audio_key"))
-"""Keys of ours, and of verl, that name a column."""
+_NOT_SECRET = frozenset(
+    (
+        *("prompt_key", "image_key", "video_key", "audio_key", "answer_key", "label_key", "response_key"),
+        *("bos_token", "eos_token", "pad_token", "end_token", "stop_token", "special_token"),
+    )
+)
+"""Keys of ours, of verl and of rewards that name a column, or a token of the vocabulary."""
 
 _ASSIGNMENT = re.compile(r"((?:\+\+?|--?)?[\w./@:-]+=).+", re.DOTALL)
 """A word of a command line: `+engine_kwargs.api_key=x`, `--api-key=x`."""

@@ -11,6 +11,7 @@ from rollstream.chat.token_text import TokenText, read_token_text
 from rollstream.errors import ConfigError
 from rollstream.store.find import FoundTrajectory
 from rollstream.trajectory import is_side_call
+from rollstream.untrusted import printable
 
 _ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
@@ -23,50 +24,56 @@ def print_trajectory(found: FoundTrajectory, *, tokens: bool, console: Console |
     if is_side_call(row["extra"]):
         kind = "side call"
     console.print(
-        Text(
+        _text(
             f"index {row['index']} repeat {row['repeat']} trajectory {row['trajectory']} ({kind}, of "
             f"{found.siblings}) in {found.source}",
             style="bold",
         )
     )
     reward = "not scored" if row["reward"] is None else f"{row['reward']:g}"
-    console.print(Text(f"reward {reward}   finish {row['finish_reason']}   data source {row['data_source']}"))
+    console.print(
+        _text(f"reward {reward}   finish {row['finish_reason']}   data source {row['data_source']}")
+    )
     if row["reward_extra"]:
-        console.print(Text(f"reward says {orjson.dumps(row['reward_extra']).decode()}"))
+        console.print(_text(f"reward says {orjson.dumps(row['reward_extra']).decode()}"))
     if not row["prompt_ids"]:
-        console.print(Text("text only: the run had no tokenizer, so there are no token ids"))
+        console.print(_text("text only: the run had no tokenizer, so there are no token ids"))
     elif row["extra"].get("token_exact") is False:
-        console.print(Text("token ids are the local tokenizer's, not those that were sampled"))
-    console.print(Text(f"ground truth {orjson.dumps(row['ground_truth']).decode()}"))
+        console.print(_text("token ids are the local tokenizer's, not those that were sampled"))
+    console.print(_text(f"ground truth {orjson.dumps(row['ground_truth']).decode()}"))
     for message in row["messages"]:
         console.print()
-        console.print(Text(str(message.get("role")), style=_ROLE_STYLES.get(str(message.get("role")), "")))
-        console.print(Text(_message_text(message)))
+        console.print(_text(str(message.get("role")), style=_ROLE_STYLES.get(str(message.get("role")), "")))
+        console.print(_text(_message_words(message)))
     console.print()
     if not row["prompt_ids"]:
         usage = row["extra"].get("usage")
         counted = f"{usage['prompt_tokens']} prompt tokens, {usage['response_tokens']} response tokens"
-        console.print(Text(f"{counted}, as the endpoint counts them" if usage else "lengths are not known"))
+        console.print(_text(f"{counted}, as the endpoint counts them" if usage else "lengths are not known"))
         return
     sampled = sum(row["response_mask"])
     console.print(
-        Text(
+        _text(
             f"{len(row['prompt_ids'])} prompt tokens, {len(row['response_ids'])} response tokens, "
             f"{sampled} of them sampled (mask 1)"
         )
     )
     if row["response_logprobs"] is not None and found.manifest.logprobs_text:
-        console.print(Text(f"log-probs: {found.manifest.logprobs_text}"))
+        console.print(_text(f"log-probs: {found.manifest.logprobs_text}"))
     if len(row["policy_versions"]) > 1 or row["policy_versions"][0]["version"] != 0:
-        console.print(Text(f"policy versions: {_versions(row['policy_versions'])}"))
+        console.print(_text(f"policy versions: {_versions(row['policy_versions'])}"))
     texts = _token_text(found)
-    console.print(Text("response by mask: ").append(_by_mask(row, texts)))
+    console.print(_text("response by mask: ").append(_by_mask(row, texts)))
     if tokens:
         for line in _token_lines(row, texts):
-            console.print(Text(line))
+            console.print(_text(line))
 
 
-def _message_text(message: dict[str, Any]) -> str:
+def _text(words: str, style: str = "") -> Text:
+    return Text(printable(words), style=style)
+
+
+def _message_words(message: dict[str, Any]) -> str:
     content = message.get("content")
     text = content if isinstance(content, str) else orjson.dumps(content).decode()
     if message.get("tool_calls"):
@@ -101,7 +108,7 @@ def _by_mask(row: dict[str, Any], texts: TokenText | None) -> Text:
     for value, start, end in _runs(row["response_mask"]):
         ids = row["response_ids"][start:end]
         words = f"{len(ids)} tokens" if texts is None else texts.decode(ids)
-        text.append(f"[{value}:{words}]", style="green" if value else "dim")
+        text.append(printable(f"[{value}:{words}]"), style="green" if value else "dim")
     return text
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from rollstream.cli import build_parser, main
 from rollstream.store.export.files import FILE_NAMES
-from tests.support.view_runs import rollout, write_run
+from rollstream.untrusted import printable
+from tests.support.view_runs import HOSTILE, hostile_run, rollout, write_run
 from tests.unit.view.test_app import page
 
 TRAP = "from pathlib import Path\nPath({marker!r}).write_text(__file__)\n"
@@ -220,3 +221,16 @@ def test_a_link_of_a_temporary_name_leads_nowhere(foreign: Path, tmp_path: Path)
     assert main(["export", str(foreign), "--format", "jsonl"]) == 0
     assert main(["score", str(foreign), "--reward", "mine.py", "--processes", "1", "--activate"]) == 0
     assert (tmp_path / "profile").read_text() == "mine"
+
+
+def test_what_a_terminal_would_obey_is_shown_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = hostile_run(tmp_path / "run")
+    for index in range(len(HOSTILE)):
+        for words in (["show", str(root), str(index), "--tokens"], ["status", str(root)]):
+            assert main(words) == 0
+            shown = capsys.readouterr().out
+            assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", shown)
+    assert r"\x1b[31mred\x1b[0m \x07" in printable(HOSTILE[1])
+    assert printable("line\n\tcaf\u00e9 \U0001f600") == "line\n\tcaf\u00e9 \U0001f600"

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from rollstream.config.load import compose
+from rollstream.config.load import compose, to_settings
+from rollstream.errors import ConfigError
 from rollstream.redaction import HIDDEN, find_secret, redact
 
 
@@ -61,6 +62,27 @@ def test_a_secret_is_found_by_its_path() -> None:
     assert find_secret({"keys": {"a": "x"}}, "worker") == "worker.keys"
     assert find_secret({"env_vars": {"API_KEY": "", "TOKEN": None, "use_auth": True}}, "worker") is None
     assert find_secret({"num_cpus": 1, "resources": {"fast": 0.5}}, "worker") is None
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "custom_reward_function.reward_kwargs",
+        "actor_rollout_ref.rollout.engine_kwargs",
+        "data.apply_chat_template_kwargs",
+        "gateway.env",
+    ],
+)
+def test_a_secret_in_a_free_mapping_is_refused_and_not_shown(key: str) -> None:
+    with pytest.raises(ConfigError, match="api_key looks like a secret") as caught:
+        to_settings(compose([f"+{key}.judge.api_key=TELLNOBODY"]))
+    assert "TELLNOBODY" not in str(caught.value)
+
+
+def test_a_rewards_column_and_token_are_no_secrets() -> None:
+    to_settings(
+        compose(["custom_reward_function.reward_kwargs={answer_key: label, stop_token: end, tolerance: 0.1}"])
+    )
 
 
 def test_the_defaults_have_no_secrets_and_stay_as_they_are() -> None:

@@ -14,6 +14,7 @@ import orjson
 
 from rollstream.errors import ConfigError
 from rollstream.stderr_log import log_to_stderr
+from rollstream.untrusted import printable
 
 if TYPE_CHECKING:
     from rollstream.buffer.app import BufferServer
@@ -316,7 +317,7 @@ def show(options: argparse.Namespace) -> int:
         found, more = _ask(options, listed)
         if options.json:
             return _print_json(found)
-        sys.stdout.writelines(f"{_line(group)}\n" for group in found)
+        sys.stdout.writelines(f"{printable(_line(group))}\n" for group in found)
         if more:
             sys.stderr.write(f"and more: --after {found[-1]['id']}\n")
         return 0
@@ -333,7 +334,7 @@ def show(options: argparse.Namespace) -> int:
             lines.append(f"its rollout failed: {failure}")
     if found.get("problem"):
         lines.append(f"its items cannot be shown: {found['problem']}")
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write(printable("\n".join(lines)) + "\n")
     return 0
 
 

@@ -61,7 +61,7 @@ _MAX_BODY = 16 * 2**20
 """Bytes of a prompt row, or of a result."""
 
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._~:-]{1,200}$")]
+Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._~:-]{1,200}$(?!\n)")]
 
 
 class CreateSession(msgspec.Struct, forbid_unknown_fields=True):

@@ -134,7 +134,9 @@ def test_status_and_show(tmp_path: Path, capsys: Capture) -> None:
     files = generator(tmp_path / "files")
     with serve_buffer(tmp_path / "buffer", "--generators", files) as server:
         job = server.post("/v1/jobs", {"task_type": "math", "num_repeat_per_sample": 2})[1]["id"]
-        failed = {"extra_info": {"failure": {"error": "engine away", "stage": "generate", "attempts": 3}}}
+        failed = {
+            "extra_info": {"failure": {"error": "engine\x1b[2J away", "stage": "generate", "attempts": 3}}
+        }
         assert server.post(f"/v1/jobs/{job}/expected", {"items": 3})[0] == 200
         assert "leases   0 out\n" in printed("status", server.url)
         items = [*group("good", (0, 1)), *group("bad", (1, 1)), item("open", -1, **failed)]
@@ -157,7 +159,7 @@ def test_status_and_show(tmp_path: Path, capsys: Capture) -> None:
                 assert capsys.readouterr().err == more
             found: Any = orjson.loads(printed("show", where, "2", "--json"))
             assert [one["uid"] for one in found["items"]] == ["'bad'-0", "'bad'-1"]
-            assert "its rollout failed: generate: engine away" in printed("show", where, "3")
+            assert r"its rollout failed: generate: engine\x1b[2J away" in printed("show", where, "3")
             assert "its rollout failed: sandbox died" in printed("show", where, "4")
             assert "leases   0 out; the first group in line has waited" in said
             assert f"{job} of task 'math': running, 6 items, its generator writes 3\n" in said

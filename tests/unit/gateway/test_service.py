@@ -205,6 +205,7 @@ async def test_bounds_tokens_and_garbage() -> None:
         auth = {"headers": {"authorization": "Bearer secret"}}
         for path, body in (
             ("/v1/sessions", {"id": "a/b"}),
+            ("/v1/sessions", {"id": "a\n"}),
             ("/v1/sessions", {"rows": {}}),
             ("/v1/sessions/a/finish", {"reward": "1"}),
             ("/v1/sessions/a/finish", {"reward_extra": "tired"}),
