@@ -639,7 +639,7 @@ def test_a_remainder_is_told_and_can_be_taken(tmp_path: Path) -> None:
         assert len(read()["data"]["data"]) == 6
         answer = read()
         assert answer["success"] is False
-        assert "the last 2 groups are less than --max-groups-per-read 3" in answer["message"]
+        assert "the last 2 groups are less than this read wants" in answer["message"]
         assert len(read(batch_size=4)["data"]["data"]) == 4
         assert "all of it has left the buffer" in read()["message"]
 

@@ -216,7 +216,7 @@ class Jobs:
         return []
 
     def _failure(self, record: JobRecord) -> JobFailure:
-        log = self._log_path(record)
+        log = self.log_of(record)
         return JobFailure(
             job=record.id,
             task=record.task,
@@ -303,7 +303,7 @@ class Jobs:
             run.process = await GeneratorProcess.start(
                 file.path,
                 {**payload, **changed, "rollstream": own},
-                log=self._log_path(record),
+                log=self.log_of(record),
                 netrc=self._directory / "generator.netrc",
                 token=self._issue_token(record.id),
                 mark=f"{self._server_id}-{record.id}",
@@ -352,7 +352,8 @@ class Jobs:
         why = f"task_type: no generator file has TASK_TYPE = {task!r:.100}. Known: {known}"
         raise ConfigError("; ".join([why, *self._files.problems]))
 
-    def _log_path(self, record: JobRecord) -> Path:
+    def log_of(self, record: JobRecord) -> Path:
+        """What a job's generator prints, on this machine."""
         return self._directory / "logs" / f"generator-{record.id}.log"
 
 

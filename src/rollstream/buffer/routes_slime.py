@@ -229,12 +229,6 @@ class SlimeRoutes:
         scope = service.scope()
         causes = [one["message"] for one in await service.failures(scope)]
         causes += await service.notices(taken, scope)
-        most = service.options.max_groups_per_read
-        if most is not None and 0 < taken.available < most and service.is_job_over():
-            causes.append(
-                f"the last {taken.available} groups are less than --max-groups-per-read {most}: POST /v1/read "
-                'takes them, or {"batch_size": …} here'
-            )
         return _reply(f"{message} ({'; '.join(causes)})" if causes else message, [], success=success)
 
 

@@ -6,6 +6,7 @@ import logging
 import math
 import secrets
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,6 +134,8 @@ class Service:
         self._dropped_unread: Counter[str] = Counter()
         """Since a reader got something last."""
         self._hinted: set[str] = set()
+        self._full = ""
+        """Why the last write found no room; nothing has left since."""
         self.store.changed = self._on_change
 
     async def open(self) -> None:
@@ -245,7 +248,10 @@ class Service:
             self._room.clear()
             try:
                 return await self.store.write(items)
-            except BufferFullError:
+            except BufferFullError as error:
+                if not self._full:
+                    _LOG.warning("%s (--max-buffer-size): writers wait until groups leave", error)
+                self._full = str(error)
                 if hold is None or len(items) > self.options.limits.items:
                     raise
             self.held_writes += 1
@@ -277,11 +283,6 @@ class Service:
             record = None
         return self.policy.settings(task or "", record).group_size
 
-    def is_job_over(self) -> bool:
-        """Nothing more comes from a generator."""
-        last = self.store.last_job
-        return last is not None and last.state != "running"
-
     def is_blocked(self, scope: Scope) -> bool:
         """Whether a generator or hook fails that would bring these groups."""
         failing = any(scope.has(one.task, one.job) for one in self.jobs.failures())
@@ -297,6 +298,9 @@ class Service:
         for task, why in self.reads.paused.items():
             if scope.task in (None, task):
                 found.append({"task_type": task, "error": why, "message": why, "final": False})
+        if self._full:
+            why = f"{self._full} (--max-buffer-size): writers wait until groups leave"
+            found.append({"error": self._full, "message": why, "final": False})
         quarantined = await self.store.groups(
             state="quarantined", task=scope.task, jobs=scope.jobs, limit=100
         )
@@ -317,17 +321,29 @@ class Service:
         if (ready := counts["ready"]) and not self.is_blocked(scope):
             enough = f"{taken.available} of them fit this read" + ", which wants more" * (taken.available > 0)
             others = "; others are of another task, job or size, or of an instance that it has already"
-            found.append(
-                f"{ready} groups are ready, {enough}{others * (taken.available + taken.stale < ready)}"
-            )
+            are = "groups are" if ready > 1 else "group is"
+            found.append(f"{ready} {are} ready, {enough}{others * (taken.available + taken.stale < ready)}")
         if taken.stale:
             found.append(f"{taken.stale} groups are older than max_staleness allows")
         for state, why in _NOT_READY.items():
             if (one := await self.store.any_group(state, scope.task, scope.jobs)) is not None:
                 found.append(f"{counts[state]} groups are {state}: {why}".format(one))
         last = self.store.last_job
-        over = last is not None and last.state != "running" and scope.has(last.task, last.id)
-        if over and last is not None and not await self.store.has_groups(last.id):
+        if last is None or not scope.has(last.task, last.id):
+            return found
+        if last.state == "running":
+            written, expected = self.store.items_of_job, f" of {last.expected}" if last.expected else ""
+            seconds = max(0.0, time.time() - last.started)
+            found.append(
+                f"job {last.id} of task {last.task!r} has run for {seconds:.0f} s and written {written}{expected} "
+                f"items; log: {self.jobs.log_of(last)}"
+            )
+        elif taken.available:
+            found.append(
+                f"the last {taken.available} groups are less than this read wants, and job {last.id} is "
+                f"{last.state}: POST /v1/read with max_groups takes them"
+            )
+        elif not await self.store.has_groups(last.id):
             found.append(
                 f"job {last.id} of task {last.task!r} is {last.state} and all of it has left the buffer: "
                 "nothing more comes of it until a job is started"
@@ -374,6 +390,7 @@ class Service:
         self.reads.on_change(change)
         if change.room:
             self._room.set()
+            self._full = ""
         for reason, count in change.dropped.items():
             self._dropped_unread[reason] += count
             if reason not in self._hinted:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.buffer.store.base import Limits as StoreLimits
 from tests.support.buffer import Served, generator, group, item, served, served_job
 from tests.support.postgres import PostgresServer, postgres
 
@@ -158,12 +159,37 @@ async def test_a_read_that_gets_nothing_says_where_the_groups_are(
         assert "instance 'short' has 3 of" in (await buffer.post("/get_rollout_data", {}))[1]["message"]
         await buffer.write(group("short")[3])
         said, *_ = await notices(batch_size=8)
-        assert said == "1 groups are ready, 1 of them fit this read, which wants more"
+        assert said == "1 group is ready, 1 of them fit this read, which wants more"
         with caplog.at_level("INFO", "rollstream"):
             assert (await buffer.read())["head"]["lease"]
             await buffer.read(consumer="me")
         assert "read: 1 groups" in caplog.text and "None" not in caplog.text
         assert any("1 groups are leased: " in one for one in await notices())
+
+
+async def test_a_read_that_gets_nothing_says_how_far_the_job_is(tmp_path: Path) -> None:
+    async with served_job(tmp_path) as buffer:
+        job = (await buffer.get("/v1/stats"))[1]["job"]["id"]
+        message = (await buffer.post("/get_rollout_data", {}))[1]["message"]
+        assert f"job {job} of task 'math' has run for" in message and "written 0 items; log: " in message
+        await buffer.write(*group("a", (0, 1)))
+        assert (await buffer.post(f"/v1/jobs/{job}/stop"))[0] == 200
+        *_, said = (await buffer.read(batch_size=8))["head"]["notices"]
+        assert "is stopped" in said and "max_groups" in said
+        assert await buffer.read_ids(max_groups=8) == ["a"]
+
+
+async def test_a_full_buffer_is_told_until_something_leaves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(tmp_path, limits=StoreLimits(items=4)) as buffer:
+        await buffer.write(*group("a"))
+        assert (await buffer.post("/v1/items", item("b")))[0] == 429
+        (failure,) = (await buffer.read(batch_size=8))["head"]["failures"]
+        assert "--max-buffer-size" in failure["message"] and "--max-buffer-size" in caplog.text
+        lease = (await buffer.read())["head"]["lease"]
+        assert (await buffer.post(f"/v1/leases/{lease}/ack"))[0] == 200
+        assert (await buffer.read())["head"]["failures"] == []
 
 
 async def test_groups_that_a_hook_fails_on_do_not_stop_those_behind_them(tmp_path: Path) -> None:
