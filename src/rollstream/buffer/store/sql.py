@@ -435,6 +435,8 @@ class SqlStore:
         here = session.totals["items_written"] - session.totals["items_left"]
         results: list[list[bool] | RollstreamError] = []
         new: list[Item] = []
+        size = sum(len(item.body) for items in writes for item in items)
+        has_room = not any(session.tx.missing_room(size + _noting_room(session.totals)))
         size = 0
         for items in writes:
             fresh: dict[str, Item] = {}
@@ -445,11 +447,12 @@ class SqlStore:
                 error = f"the buffer holds {here} items, of at most {self._limits.items}"
                 results.append(BufferFullError(error))
                 continue
-            here_size = sum(len(item.body) for item in fresh.values())
-            if fresh and (no_room := await self._lacking_room(session, size + here_size)):
-                results.append(no_room)
-                continue
-            size += here_size
+            if fresh and not has_room:
+                size += (of_these := sum(len(item.body) for item in fresh.values()))
+                if (no_room := await self._lacking_room(session, size)) is not None:
+                    size -= of_these
+                    results.append(no_room)
+                    continue
             known |= fresh.keys()
             here += len(fresh)
             new += fresh.values()
