@@ -105,14 +105,14 @@ _LOOKS: Final = 64
 _CAUSE_CHARS: Final = 8_000
 """Of a traceback, its end."""
 
-_COMMIT_BYTES: Final = 16 * 2**20
-"""Of items in one transaction, unless one request alone has more."""
+_COMMIT_BYTES: Final = 3 * 2**20
+"""Of items from which on a transaction takes no more: while it is written, the next ones are received and checked."""
 
 _TURNS: Final = 4
 """Of the event loop, before a transaction begins: who was just answered writes again, and is in it. To sync the
 disk costs as much as ten small items."""
 
-_GROUP_ROOM: Final = 256
+_GROUP_ROOM: Final = 128
 """Bytes of room that a read and an ack of a group take for their notes."""
 
 _LEASES_KEPT_S: Final = 7 * 86_400.0
@@ -348,12 +348,12 @@ class SqlStore:
             while self._waiting:
                 for _ in range(_TURNS):
                     await asyncio.sleep(0)
-                some, size = [self._waiting.popleft()], 0
+                some: list[tuple[Sequence[Item] | _Op, asyncio.Future[Any]]] = []
+                size = 0
                 while self._waiting and size < _COMMIT_BYTES:
-                    op = self._waiting[0][0]
-                    if not callable(op):
-                        size += sum(len(item.body) for item in op)
                     some.append(self._waiting.popleft())
+                    if not callable(op := some[-1][0]):
+                        size += sum(len(item.body) for item in op)
                 await self._commit_some(some)
         finally:
             self._committing = None
