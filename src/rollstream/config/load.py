@@ -2,9 +2,9 @@
 
 The defaults are `generation.yaml`; configuration files lie over it in their order, and overrides in Hydra's
 grammar (`a.b=1`, `+a.b=1`, `~a.b`, lists, dicts, quotes) over those. A file that has `defaults:` or `hydra:`
-is composed by Hydra first. A key that `generation.yaml` does not have is an error with the nearest known
-name, except below the free-form keys and for verl's keys that change no data, see `verl_keys.yaml`. All
-problems are collected and said at once.
+is composed by Hydra first. The `config.yaml` of a run directory means that folder. A key that
+`generation.yaml` does not have is an error with the nearest known name, except below the free-form keys and for
+verl's keys that change no data, see `verl_keys.yaml`. All problems are collected and said at once.
 
 For a setting that is a text (a path, a name) the text behind `=` is taken as it is where Hydra's grammar
 cannot read it (`~/x.jsonl`, letters beyond ASCII, brackets) or reads a number or a truth value in it.
@@ -269,6 +269,8 @@ def _read_file(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"configuration file {path} must hold keys and values")
+    if path.name == "config.yaml" and path.with_name("run.json").exists():  # of a run, maybe moved or copied
+        content["trainer"] = {**content.get("trainer", {}), "default_local_dir": str(path.absolute().parent)}
     if not content.keys() & {"defaults", "hydra"}:
         return content, content
     return _compose_by_hydra(path, content), content

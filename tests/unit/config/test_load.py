@@ -287,6 +287,19 @@ def test_a_stored_configuration_can_be_used_from_any_folder(
     assert settings.actor_rollout_ref.model.path == "org/name"
 
 
+def test_the_configuration_of_a_moved_run_means_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("copy").mkdir()
+    Path("copy/run.json").touch()
+    Path("copy/config.yaml").write_text(to_stored_yaml(compose(["trainer.default_local_dir=original"])))
+    layers = [Path("copy/config.yaml")]
+    assert to_settings(compose(layers=layers)).trainer.default_local_dir == str(tmp_path / "copy")
+    named = compose(["trainer.default_local_dir=other"], layers=layers)
+    assert to_settings(named).trainer.default_local_dir == "other"
+
+
 @pytest.mark.parametrize(
     "text", ["dír/p.jsonl", "~/x.jsonl", "outputs/sig a [1]", "a=b(1)", "1e3", "007", "true", "c:\\d", "it's"]
 )
