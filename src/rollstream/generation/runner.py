@@ -62,9 +62,6 @@ logger = logging.getLogger(__name__)
 _FAILURES_SAID = 5
 """Failures that are logged one by one; all are in `failed/`."""
 
-_CHECKPOINT_EVERY_S = 10.0
-"""`checkpoint.json` is for people and scripts that look on; a kill costs it at most this much."""
-
 
 Config = Mapping[str, Any] | Sequence[str] | DictConfig
 """Overrides of `generation.yaml` as a nested mapping (also OmegaConf's), or as `key=value` words."""
@@ -434,11 +431,12 @@ class _Run:
             run,
             save_batch_size=self._settings.save_batch_size,
             pull_timeout=self._settings.pull_timeout,
+            on_sealed=self._write_checkpoint,
         )
+        self._write_checkpoint()
         writer.start()
         generated = False
         try:
-            self._write_checkpoint()
             if owed:
                 await self._generate(writer)
             generated = True
@@ -506,7 +504,6 @@ class _Run:
             work = asyncio.ensure_future(executor.run(keys.owed(order, retry_failed=settings.retry_failed)))
             companions = {
                 asyncio.ensure_future(self._stop_when_asked(executor)),
-                asyncio.ensure_future(self._write_checkpoints()),
                 asyncio.ensure_future(self._reporter.run(observe, execution.engine)),
                 asyncio.ensure_future(self._give_up(executor)),
             }
@@ -607,11 +604,6 @@ class _Run:
         )
         await asyncio.sleep(self._settings.grace_period)
         executor.drop()
-
-    async def _write_checkpoints(self) -> None:
-        while True:
-            await asyncio.sleep(_CHECKPOINT_EVERY_S)
-            await finish_despite_cancellation(asyncio.to_thread(self._write_checkpoint))
 
     def _write_checkpoint(self) -> None:
         run = self._directory

@@ -124,9 +124,8 @@ def finish_extend(root: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     if not ready.is_dir():
         return
-    artifact = RunPaths(root).artifact
-    for stale in (artifact, artifact.with_name(f"{artifact.name}.sha256")):
-        stale.unlink(missing_ok=True)
+    for stale in ("trajectories.parquet", "trajectories.parquet.sha256", "checkpoint.json"):
+        (root / stale).unlink(missing_ok=True)
     for name in ("batches", "removed", "failed", "scores"):
         if (ready / name).is_dir():
             shutil.rmtree(root / name, ignore_errors=True)

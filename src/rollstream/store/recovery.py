@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +73,7 @@ from rollstream.store.paths import (
 )
 from rollstream.store.records import RecordCodec, RolloutRecord, scoring_failed
 from rollstream.store.scores import Rewards, tag_of
+from rollstream.untrusted import read_regular
 
 _RAW_PER_COMPRESSED = 2
 """Ids and log-probs compress to about half; where a continued journal stands need not be exact."""
@@ -166,9 +168,31 @@ class RunState:
         self.batches.append(number)
         self.add_rows(keys)
 
+    def hold_against(self, promised: int) -> None:
+        """Damage, unless as many rollouts are done as `checkpoint.json` counted."""
+        if self.keys.done < promised:
+            self.damage.append(
+                f"checkpoint.json counts {promised} finished rollouts, of which {self.keys.done} are here"
+            )
+
     def not_done(self, keys: BatchKeys) -> npt.NDArray[np.bool_]:
         """Which of these rows are of rollouts that are not done. Shape (rows,)."""
         return ~self.keys.are_done(keys["index"], keys["repeat"])
+
+
+def read_checkpoint(root: Path) -> dict[str, Any]:
+    """The content of `checkpoint.json`; empty where there is none that can be read."""
+    try:
+        content = orjson.loads(read_regular(root / "checkpoint.json"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def promised_rollouts(root: Path) -> int:
+    """Rollouts that `checkpoint.json` counts as done. Read it before the files that hold them."""
+    completed = read_checkpoint(root).get("completed")
+    return completed if isinstance(completed, int) else 0
 
 
 def inspect(root: Path) -> tuple[Manifest, RunState]:
@@ -178,7 +202,7 @@ def inspect(root: Path) -> tuple[Manifest, RunState]:
     those that count (see `rollstream.store.scores`); `recover` counts the recorded ones.
     """
     manifest = require_manifest(root)
-    paths = RunPaths(root)
+    paths, promised = RunPaths(root), promised_rollouts(root)
     state, rewards = RunState(KeyStates(manifest.n)), Rewards(root)
 
     def current(table: pa.Table, footer: pq.FileMetaData) -> pa.Table:
@@ -212,6 +236,7 @@ def inspect(root: Path) -> tuple[Manifest, RunState]:
         for name in missing_batches(paths)
         if not is_merged(paths, manifest.run_id, name)
     )
+    state.hold_against(promised)
     state.active = (rewards.tag, state.rewards)
     return manifest, state
 
@@ -236,6 +261,7 @@ def recover(paths: RunPaths, manifest: Manifest) -> RunState:
     _restore_from_artifact(paths, manifest, state)
     for path in paths.failure_files():
         _recover_failures(path, paths, manifest, state)
+    state.hold_against(promised_rollouts(paths.root))
     return state
 
 

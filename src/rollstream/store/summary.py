@@ -1,7 +1,7 @@
 """Summaries of a run for people and scripts: `checkpoint.json` and what `rollstream status` says.
 
-Both are derived from journal and batches, never read back as truth; only `total`, which the run
-directory cannot know by itself, is taken from `checkpoint.json`.
+Both are derived from journal and batches, never read back as truth. Taken from `checkpoint.json` are only `total`,
+which the run directory cannot know by itself, and `completed`, as the least that must be there.
 """
 
 import time
@@ -24,11 +24,10 @@ from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.merge import is_current
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import FailureRecord, RecordCodec, scoring_failed
-from rollstream.store.recovery import RunState, inspect
+from rollstream.store.recovery import RunState, inspect, read_checkpoint
 from rollstream.store.scores import RECORDED, SCORED_COLUMNS, Rewards, active_name, score_names
 from rollstream.store.stream import run_tables
 from rollstream.trajectory import failure_cause
-from rollstream.untrusted import read_regular
 
 _MOST_RANGES = 1000
 """Ranges in `checkpoint.json`: in shuffled order a run has as many as rows, and nobody reads them."""
@@ -274,8 +273,5 @@ def status_json(status: RunStatus) -> bytes:
 
 
 def read_total(root: Path) -> int | None:
-    try:
-        value = orjson.loads(read_regular(root / "checkpoint.json"))["total"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    value = read_checkpoint(root).get("total")
     return value if isinstance(value, int) else None

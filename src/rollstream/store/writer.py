@@ -59,8 +59,13 @@ class StoreWriter:
         save_batch_size: int,
         pull_timeout: float,
         segment_bytes: int = _SEGMENT_BYTES,
+        on_sealed: Callable[[], object] = lambda: None,
     ) -> None:
-        """`save_batch_size` rows, or `pull_timeout` seconds without a new rollout, make a batch."""
+        """`save_batch_size` rows, or `pull_timeout` seconds without a new rollout, make a batch.
+
+        `on_sealed` is called after each batch, in the thread that seals.
+        """
+        self._on_sealed = on_sealed
         self._run = run
         self._paths = run.paths
         self._run_id = run.manifest.run_id_bytes
@@ -349,3 +354,4 @@ class StoreWriter:
         sync_folder(journal.parent)
         self._closed_rows.pop(number, None)
         self._run.state.batches.append(number)
+        self._on_sealed()

@@ -72,6 +72,19 @@ async def test_the_artifact_counts_where_batches_are_gone(
     assert read_status(tmp_path).artifact_rows == 0
 
 
+async def test_a_run_is_held_against_its_checkpoint(tmp_path: Path) -> None:
+    paths = await merged(tmp_path)
+    shutil.rmtree(paths.batches)
+    for file in tmp_path.glob("trajectories.parquet*"):
+        file.unlink()
+    [line] = read_status(tmp_path).damage
+    assert (str(ROLLOUTS) in line, validate_run(tmp_path).problems) == (True, [line])
+    with open_dir(tmp_path) as run:
+        assert (run.state.damage, run.state.keys.done) == ([line], 0)
+        write_checkpoint(run.paths, run.manifest, run.state, total=ROLLOUTS)
+    assert validate_run(tmp_path).sound
+
+
 async def test_fewer_rows_never_overwrite_the_artifact(tmp_path: Path) -> None:
     paths = await merged(tmp_path)
     with open_dir(tmp_path) as run:
@@ -268,5 +281,6 @@ async def test_what_a_copied_file_overwrote_is_owed_again_where_no_artifact_has_
     with open_dir(paths.root) as run:
         assert run.state.keys.done == ROLLOUTS - 3
         merge_batches(run.paths, run.manifest.run_id_bytes)
+        write_checkpoint(run.paths, run.manifest, run.state, total=ROLLOUTS)
     assert len(keys_in(paths.artifact)) == len(KEYS) - 6
     assert validate_run(paths.root).sound

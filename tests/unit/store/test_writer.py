@@ -67,6 +67,19 @@ async def test_batches_have_exactly_the_asked_rows(tmp_path: Path) -> None:
     assert sizes == [10, 10, 5]
 
 
+async def test_each_batch_is_told_once_it_counts(tmp_path: Path) -> None:
+    told: list[int] = []
+    with open_dir(tmp_path) as run:
+        batches = run.state.batches
+        writer = StoreWriter(
+            run, save_batch_size=3, pull_timeout=60, on_sealed=lambda: told.append(len(batches))
+        )
+        writer.start()
+        await asyncio.gather(*(writer.commit(rollout(index)) for index in range(10)))
+        await writer.close()
+    assert told == [1, 2, 3, 4]
+
+
 async def test_idle_rollouts_are_sealed_after_pull_timeout(tmp_path: Path) -> None:
     with writing(tmp_path, save_batch_size=1000, pull_timeout=0.05) as (_, writer):
         await writer.commit(rollout(0))
