@@ -28,8 +28,8 @@ _SOURCE = "__rollstream_source__"
 def run_file(path: str | Path, *, key: str, source: bytes | None = None) -> ModuleType:
     """Runs a Python file, each time anew, as a module under a private name.
 
-    What it imports must be importable as in any program: `sys.path` is left alone. Nothing is written beside
-    the file, and no cached bytecode is used, so what runs is what the file says now.
+    Its folder is put at the end of `sys.path`, so that it can import its neighbours. Nothing is written for the
+    file itself, and no cached bytecode of it is used, so what runs is what it says now.
 
     Args:
         path: The file.
@@ -55,6 +55,8 @@ def run_file(path: str | Path, *, key: str, source: bytes | None = None) -> Modu
     setattr(module, _SOURCE, digest)
     before = sys.modules.get(module.__name__)
     sys.modules[module.__name__] = module  # dataclasses and pickle look their module up by name
+    if (folder := str(file.absolute().parent)) not in sys.path:
+        sys.path.append(folder)
     try:
         exec(compile(source, str(file.absolute()), "exec", dont_inherit=True), module.__dict__)
     except BaseException as error:  # sys.exit() in the file must not end the program without a word

@@ -139,3 +139,19 @@ def test_the_digest_is_of_the_defining_file(file: Path, tmp_path: Path) -> None:
     assert source_digest(module.double) == digest  # of what ran, whatever the file says now
     assert source_digest(PromptRow) == source_digest(run_file)
     assert source_digest(len) == source_digest(dict)
+
+
+def test_a_file_may_import_its_neighbours_also_while_it_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "neighbour_at_start.py").write_text("X = 1\n")
+    (tmp_path / "neighbour_of_a_call.py").write_text("Y = 2\n")
+    (tmp_path / "caller.py").write_text(
+        "from neighbour_at_start import X\n"
+        "def call():\n    from neighbour_of_a_call import Y\n    return X + Y\n"
+    )
+    module = run_file(tmp_path / "caller.py", key="k")
+    assert module.call() == 3
+    assert run_file(tmp_path / "caller.py", key="k").call() == 3
+    assert sys.path.count(str(tmp_path)) == 1

@@ -163,8 +163,10 @@ def load_agent_loops(path: str | None) -> dict[str, LoopEntry]:
         name, target = options.pop("name"), options.pop("_target_")
         loop = import_name(target, key=where, beside=file)
         if not (isinstance(loop, type) and issubclass(loop, AgentLoop)):
+            is_verls = any(base.__module__.startswith("verl.") for base in getattr(loop, "__mro__", ()))
+            hint = "; loops of verl's are run by generation.executor=verl" if is_verls else ""
             raise ConfigError(
-                f"{where}: {target} is no agent loop: a subclass of rollstream.agent.base.AgentLoop"
+                f"{where}: {target} is no agent loop: a subclass of rollstream.agent.base.AgentLoop{hint}"
             )
         if name in entries:
             raise ConfigError(f"{where}: the name {name!r} is there twice")

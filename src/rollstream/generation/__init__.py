@@ -11,8 +11,11 @@ if TYPE_CHECKING:
 
 __all__ = ["GenerationResult", "generate", "run_generation"]
 
+_OF_VERL = ("GenerationRunner", "ResultsQueue", "CollectorAgentLoopWorker")
+
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = "; classes over verl's own are in rollstream.integrations.verl" if name in _OF_VERL else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     return getattr(import_module("rollstream.generation.runner"), name)

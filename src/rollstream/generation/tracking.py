@@ -110,6 +110,10 @@ class Staged(str):
 class Uploader(Tracker, Protocol):
     """A tracker that takes a run's trajectories, too."""
 
+    def check_login(self) -> None:
+        """Raises `ConfigError` when nobody is logged in. A run without an upload goes on without its tracker."""
+        ...
+
     def upload(self, run: TrackedRun, file: Path, name: str) -> str:
         """Uploads a file; returns where it is, or what to do (`Staged`). Raises what its library raises."""
         ...
@@ -134,6 +138,8 @@ def check_trackers(names: Iterable[str], *, upload: bool = False) -> None:
     """
     for tracker in load_trackers([*names, *([_UPLOADER] if upload else [])]).values():
         tracker.check()
+    if upload:
+        load_uploader().check_login()
 
 
 def _load(name: str) -> Any:

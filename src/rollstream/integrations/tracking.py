@@ -191,6 +191,8 @@ class WandbTracker:
 
     def check(self) -> None:
         _check_package("wandb", "trainer.logger=[wandb] or generation.upload_artifact")
+
+    def check_login(self) -> None:
         import wandb
 
         # Without a key it would ask for one, on a terminal that shows the run's progress.
@@ -198,10 +200,11 @@ class WandbTracker:
         if mode == "online" and wandb.run is None and not _has_key():
             raise ConfigError(
                 "nobody is logged in to W&B: `wandb login`, or a key in WANDB_API_KEY; or set "
-                "WANDB_MODE=offline, and `wandb sync` later"
+                "WANDB_MODE=offline, and `wandb sync` later; or generation.upload_artifact=false"
             )
 
     def open(self, run: TrackedRun) -> int | None:
+        self.check_login()
         self._run = self._init(run, job_type="generation")
         # By default its charts are over what is done; its steps are seconds.
         self._run.define_metric("progress/done")

@@ -43,6 +43,9 @@ def function(resources, **options):
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str], str]:
     (tmp_path / "loops.py").write_text(SOURCE)
+    (tmp_path / "verls.py").write_text(
+        "Loop = type('Loop', (), {'__module__': 'verl.experimental.agent_loop'})\n"
+    )
 
     def save(text: str) -> str:
         file = tmp_path / "agents.yaml"
@@ -123,6 +126,7 @@ async def test_names_of_the_file_come_before_registered_ones_in_this_run_only(
         ("- {name: a, _target_: 'loops.py:Hint'}", "has no Hint; did you mean Hints"),
         ("- {name: a, _target_: 'loops.py:function'}", "loops.py:function is no agent loop: a subclass of"),
         ("- {name: a, _target_: pathlib.Path}", "entry 0: pathlib.Path is no agent loop"),
+        ("- {name: a, _target_: 'verls.py:Loop'}", "is no agent loop.*generation.executor=verl"),
         ("- {name: a, _target_: '${nowhere}'}", "cannot be read as YAML"),
         (
             "- {name: a, _target_: 'loops.py:Hints'}\n- {name: a, _target_: 'loops.py:Hints'}",

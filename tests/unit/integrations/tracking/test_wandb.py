@@ -143,7 +143,8 @@ def test_without_any_run_the_artifact_gets_one_of_its_own(tmp_path: Path) -> Non
 def test_nobody_is_asked_for_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code = (
         "from rollstream.integrations.tracking import WandbTracker\n"
-        "try:\n    WandbTracker().check()\nexcept Exception as error:\n    print(type(error).__name__, error)"
+        "try:\n    WandbTracker().check()\n    print('checked')\n"
+        "    WandbTracker().open(None)\nexcept Exception as error:\n    print(type(error).__name__, error)"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     done = subprocess.run(
@@ -155,7 +156,9 @@ def test_nobody_is_asked_for_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         timeout=60,
         stdin=subprocess.DEVNULL,
     )
-    assert "ConfigError nobody is logged in to W&B" in done.stdout
+    checked, said = done.stdout.splitlines()
+    assert checked == "checked"
+    assert said.startswith("ConfigError nobody is logged in to W&B") and "upload_artifact=false" in said
 
 
 HOLE = """
