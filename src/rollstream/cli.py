@@ -481,7 +481,7 @@ def _export(options: argparse.Namespace) -> int:
     print(f"wrote {', '.join(str(path) for path in done.files)} ({done.rows} rows)")
     if (status := done.status) is not None and not status.finished:
         total = "?" if status.total is None else status.total
-        notes = [f"{status.completed} of {total} rollouts done; the run is unfinished"]
+        notes = [f"the run of {total} rollouts is unfinished"]
     for note in notes:
         print(note)
     if options.push is not None:

@@ -360,6 +360,7 @@ class _Run:
             logger.info("cut an unfinished frame of %d bytes, as a crash leaves it", state.torn)
         self._scores = active_name(run.paths.root)  # what cannot be merged in the end is said now
         await self._execute()
+        elapsed = time.monotonic() - started  # without merging, exports and the upload
         artifact_rows, not_exported, uploaded = 0, None, None
         complete = self._stop.signal is None and self._gave_up is None
         if complete and self._settings.final_merge and state.rows:
@@ -394,7 +395,7 @@ class _Run:
             number_truths=(0, 0) if equal is None else prepared.number_truths(),
             artifact=run.paths.artifact if artifact_rows else None,
             artifact_rows=artifact_rows,
-            elapsed_s=time.monotonic() - started,
+            elapsed_s=elapsed,
             damage=state.damage,
             signal=self._stop.signal,
             max_failed_share=self._settings.max_failed_share,
