@@ -15,7 +15,10 @@ _OF_VERL = ("GenerationRunner", "ResultsQueue", "CollectorAgentLoopWorker")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _OF_VERL:  # no AttributeError: of that `from … import` would not show the words
+        raise ImportError(
+            f"{__name__} has no {name}: classes over verl's own are in rollstream.integrations.verl"
+        )
     if name not in __all__:
-        hint = "; classes over verl's own are in rollstream.integrations.verl" if name in _OF_VERL else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("rollstream.generation.runner"), name)
