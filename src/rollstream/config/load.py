@@ -434,7 +434,9 @@ def _refusal(path: str, value: Any, unknown: str, *, is_own: bool) -> str | None
     verl = _verl_keys()
     for key, (values, why) in verl["fine_with"].items():
         if f"{path}.".startswith(f"{key}."):
-            return None if value is None or value in values else f"{path}={value}: {why}"
+            # An interpolation of a config group's names another key, which is looked at by itself.
+            is_elsewhere = not is_own and isinstance(value, str) and value.startswith("${")
+            return None if value is None or value in values or is_elsewhere else f"{path}={value}: {why}"
     if not is_own or unknown in verl["of_servers"]:
         return None
     for parent, names in verl["no_effect"].items():

@@ -178,6 +178,7 @@ trainer: {total_epochs: 3, experiment_name: mine}
 def test_a_configuration_as_verl_users_write_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "groups" / "legacy").mkdir(parents=True)
     group = "prompt_key: question\nshuffle: true\nseed: null\nuse_shm: false\nsome_key: 1\n"
+    group += "audio_key: ${oc.select:data.some_key,audios}\n"
     (tmp_path / "groups" / "legacy" / "legacy_data.yaml").write_text(group)
     path = tmp_path / "run.yaml"
     path.write_text(VERL_STYLE.replace("GROUPS", str(tmp_path / "groups")))
