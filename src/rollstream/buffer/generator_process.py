@@ -8,11 +8,9 @@ name, which the generator inherits; its token is in its environment.
 """
 
 import asyncio
-import contextlib
 import inspect
 import logging
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -24,13 +22,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from rollstream.engine import reaper
+from rollstream.engine.reaped import ReapedProcess, how_ended
 from rollstream.engine.reaper import kill_left
 from rollstream.errors import ConfigError, DataError
 from rollstream.user_code import run_file
-
-STOP_TIMEOUT_S = reaper.GRACE_S + 3.0
-"""The reaper kills after its own grace period. If it has not ended by then, its process group is killed."""
 
 _HEADER = " run_rollout of "
 _LAST_LINES = 20
@@ -53,8 +48,8 @@ class GeneratorEnd(msgspec.Struct, frozen=True):
 class GeneratorProcess:
     """A generator that runs. Made by `start`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, report: IO[bytes], mark: str, log: Path) -> None:
-        self._process, self._report, self._mark, self._log = process, report, mark, log
+    def __init__(self, process: ReapedProcess, report: IO[bytes], log: Path) -> None:
+        self._process, self._report, self._log = process, report, log
 
     @property
     def pid(self) -> int:
@@ -71,7 +66,7 @@ class GeneratorProcess:
         ended first.
         """
         await asyncio.to_thread(kill_left, mark)
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", reaper.MARK: mark}
+        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
         env.pop("ROLLSTREAM_BUFFER_TOKEN", None)  # the server's own
         with tempfile.TemporaryFile() as payload, _open_log(log, file) as output:
             payload.write(msgspec.json.encode(data))
@@ -80,42 +75,25 @@ class GeneratorProcess:
                 _write_netrc(netrc, str(data["remote_buffer_url"]), token)
                 env |= {"ROLLSTREAM_BUFFER_TOKEN": token, "NETRC": str(netrc.absolute())}
             report = tempfile.TemporaryFile()  # noqa: SIM115 - read when the generator has ended
-            process = await asyncio.create_subprocess_exec(
-                *reaper.reaped(()),
-                *(sys.executable, "-m", __name__),
-                *(str(file.absolute()), str(payload.fileno()), str(report.fileno())),
-                stdin=asyncio.subprocess.PIPE,  # held open as long as the generator is wanted
+            files = payload.fileno(), report.fileno()
+            process = await ReapedProcess.start(
+                [sys.executable, "-m", __name__, str(file.absolute()), *map(str, files)],
+                env,
+                mark=mark,
                 stdout=output,
                 stderr=output,
-                pass_fds=(payload.fileno(), report.fileno()),
-                env=env,
-                start_new_session=True,
+                pass_fds=files,
             )
-        return cls(process, report, mark, log)
+        return cls(process, report, log)
 
     async def wait(self) -> GeneratorEnd:
         """Returns when it has ended, and everything that it started. Called once."""
         code = await self._process.wait()
-        if code < 0:  # it may have been the reaper: then nobody looked after the others
-            self._kill_group()
-            await asyncio.to_thread(kill_left, self._mark)
         return await asyncio.to_thread(self._end, code)
 
     async def stop(self) -> None:
         """Ends it and everything it started, within seconds. May be called twice, and after its end."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # the reaper's sign to end
-        try:
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await self._process.wait()
-        except TimeoutError:
-            self._kill_group()
-            await self._process.wait()
-        await asyncio.to_thread(kill_left, self._mark)
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._process.end()
 
     def _end(self, code: int) -> GeneratorEnd:
         with self._report as report:
@@ -128,9 +106,7 @@ class GeneratorProcess:
         if end is not None and (code == 0 or not end.finished):
             return end
         # A reaper that gets SIGTERM ends with 0, too: only a report says that a generator has finished.
-        known = {number.value: number.name for number in signal.Signals}
-        how = f"was killed by {known.get(-code, -code)}" if code < 0 else f"ended with exit code {code}"
-        return GeneratorEnd(error=f"its process {how}", traceback=self._last_words())
+        return GeneratorEnd(error=f"its process {how_ended(code)}", traceback=self._last_words())
 
     def _last_words(self) -> str:
         try:

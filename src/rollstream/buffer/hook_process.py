@@ -10,22 +10,18 @@ length it is more than `_MAX_BYTES`, which no message has.
 """
 
 import asyncio
-import contextlib
 import faulthandler
 import inspect
 import os
 import queue
 import re
-import signal
 import socket
 import sys
 import threading
 import traceback
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
-from uuid import uuid4
 
 import msgspec
 import orjson
@@ -45,7 +41,8 @@ from rollstream.buffer.items import (
     split_batch,
     with_uid,
 )
-from rollstream.engine import reaper
+from rollstream.engine.reaped import ReapedProcess, how_ended
+from rollstream.engine.reaper import Bounds
 from rollstream.errors import ConfigError, RollstreamError
 from rollstream.user_code import run_file
 
@@ -105,12 +102,9 @@ class _Reply(msgspec.Struct):
 
 
 class _Child(NamedTuple):
-    process: Process
-    """The reaper."""
+    process: ReapedProcess
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    mark: str
-    """See `reaper.MARK`."""
 
 
 class HookProcess:
@@ -186,7 +180,7 @@ class HookProcess:
             where = f"{request.path}: {hook}" if hook else f"generators: {request.path}"
             if reply.startswith(_TIMEOUT):
                 raise HookError(f"{where} did not return within {self._seconds:g} s", hook, reply)
-            raise HookError(f"{where}: the process of the hooks ended ({how})", hook, reply)
+            raise HookError(f"{where}: the process of the hooks {how}", hook, reply)
         await self._end()
         raise RollstreamError("no hooks are called any more: the server is ending")
 
@@ -195,38 +189,17 @@ class HookProcess:
         child, self._child = self._child, None
         if child is None:
             return ""
-        process = child.process
-        assert process.stdin is not None
         child.writer.close()
-        process.stdin.close()  # the reaper's sign to end
-        try:
-            async with asyncio.timeout(_END_S):
-                await process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode is None or process.returncode < 0:  # perhaps nobody looked after the others
-            await asyncio.to_thread(reaper.kill_left, child.mark)
-        code = await process.wait()
-        if code >= 0:
-            return f"exit status {code}"
-        return f"killed by {next((one.name for one in signal.Signals if one == -code), -code)}"
+        return how_ended(await child.process.end(_END_S))
 
 
 async def _start(seconds: float) -> _Child:
-    mark = uuid4().hex
     env = {name: value for name, value in os.environ.items() if name != "ROLLSTREAM_BUFFER_TOKEN"}
     ours, theirs = socket.socketpair()
     with theirs:
         words = (sys.executable, "-u", "-m", __name__, str(seconds), str(theirs.fileno()))
-        process = await asyncio.create_subprocess_exec(
-            *reaper.reaped(words, reaper.Bounds(grace=0.0)),
-            stdin=PIPE,  # held open as long as the child is wanted
-            env={**env, reaper.MARK: mark},
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-        )
-    return _Child(process, *await asyncio.open_unix_connection(sock=ours, limit=1 << 20), mark)
+        process = await ReapedProcess.start(words, env, bounds=Bounds(grace=0.0), pass_fds=(theirs.fileno(),))
+    return _Child(process, *await asyncio.open_unix_connection(sock=ours, limit=1 << 20))
 
 
 async def _ask(child: _Child, message: bytes, seconds: float) -> _Reply | str:

@@ -1,21 +1,18 @@
 """What starts a replica and tells when it has ended: a protocol, and the way that does it on this machine."""
 
-import asyncio
 import contextlib
 import os
 import random
 import shlex
-import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
-from uuid import uuid4
 
 import rollstream
-from rollstream.engine import reaper
 from rollstream.engine.launch_plan import LOOPBACK, ReplicaPlan
+from rollstream.engine.reaped import ReapedProcess, how_ended
 from rollstream.errors import EngineError
 
 _SHOWN_LINES = 20
@@ -98,14 +95,13 @@ class LocalProcess:
 
     def __init__(
         self,
-        process: asyncio.subprocess.Process,
+        process: ReapedProcess,
         port: socket.socket,
         command: str,
         log: Path,
         log_offset: int,
-        mark: str,
     ) -> None:
-        self._process, self._port, self._mark = process, port, mark
+        self._process, self._port = process, port
         self._log, self._log_offset = log, log_offset
         host, number = port.getsockname()[:2]
         self.url = f"http://[{host}]:{number}" if ":" in host else f"http://{host}:{number}"
@@ -133,7 +129,6 @@ class LocalProcess:
         Raises:
             EngineError: it cannot be started.
         """
-        mark = mark or uuid4().hex
         with contextlib.ExitStack() as stack:
             try:
                 port = stack.enter_context(reserve_port(host))
@@ -143,19 +138,13 @@ class LocalProcess:
                 log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {command}\n".encode())
                 log.flush()
                 offset = log.tell()
-                process = await asyncio.create_subprocess_exec(
-                    *reaper.reaped(words),
-                    stdin=asyncio.subprocess.PIPE,  # held open as long as the replica is wanted
-                    stdout=log,
-                    stderr=log,
-                    env={**os.environ, "PYTHONUNBUFFERED": "1", **plan.env, reaper.MARK: mark},
-                    start_new_session=True,
-                )
+                env = {**os.environ, "PYTHONUNBUFFERED": "1", **plan.env}
+                process = await ReapedProcess.start(words, env, mark=mark, stdout=log, stderr=log)
             except OSError as error:  # no descriptor, process or disk space is left, perhaps for a moment
                 raise EngineError(f"replica {plan.index} could not be started: {error}") from error
             stack.pop_all()
             log.close()
-        return cls(process, port, command, log_path, offset, mark)
+        return cls(process, port, command, log_path, offset)
 
     @property
     def pid(self) -> int:
@@ -163,12 +152,7 @@ class LocalProcess:
         return self._process.pid
 
     async def wait(self) -> str:
-        code = await self._process.wait()
-        if code >= 0:
-            return f"ended with exit code {code}"
-        await self._kill_left()  # it may have been the reaper: then nobody looked after the others
-        known = {number.value: number.name for number in signal.Signals}
-        return f"was killed by {known.get(-code, f'signal {-code}')}"
+        return how_ended(await self._process.wait())
 
     async def last_words(self) -> str:
         try:
@@ -181,20 +165,8 @@ class LocalProcess:
         return "\n".join(lines[-_SHOWN_LINES:])
 
     async def stop(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # the reaper's sign to end
-        try:
-            async with asyncio.timeout(reaper.STOP_TIMEOUT_S):
-                await self.wait()
-        except TimeoutError:
-            await self._kill_left()
-            await self._process.wait()
+        await self._process.end()
         self._port.close()
-
-    async def _kill_left(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await asyncio.to_thread(reaper.kill_left, self._mark)
 
 
 def path_to_rollstream() -> dict[str, str]:

@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -31,6 +30,7 @@ import msgspec
 from rollstream.aio import finish_despite_cancellation
 from rollstream.config.settings import GatewaySettings
 from rollstream.engine import reaper
+from rollstream.engine.reaped import ReapedProcess
 from rollstream.errors import ConfigError, DataError, TransientError
 from rollstream.gateway import inside
 from rollstream.redaction import redact
@@ -222,7 +222,6 @@ class LocalSandbox:
         return self._options.kind in ("docker", "podman")
 
     async def run(self, command: Sequence[str], env: Mapping[str, str], seconds: float | None) -> Ended:
-        mark = uuid4().hex
         own = {**env, "HOME": f"{self.root}/home", "TMPDIR": f"{self.root}/tmp", "PYTHONUNBUFFERED": "1"}
         if self._socket is not None and (self._own_network or self._in_container):
             port = str(_PORT if self._own_network else 0)
@@ -234,14 +233,12 @@ class LocalSandbox:
             # A pipe of our own: for asyncio's a process has not ended while daemons of it have the other end.
             output, inner_output = os.pipe()
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *reaper.reaped(words, self._bounds()),
-                    stdin=asyncio.subprocess.PIPE,  # held open as long as the program is wanted
+                process = await ReapedProcess.start(
+                    *(words, outer),
+                    bounds=self._bounds(),
                     stdout=inner_output,
                     stderr=inner_output,
                     cwd=self._work,
-                    env={**outer, reaper.MARK: mark},
-                    start_new_session=True,
                 )
             except BaseException:
                 os.close(output)
@@ -259,9 +256,8 @@ class LocalSandbox:
         except TimeoutError:
             timed_out = True
         finally:
-            await finish_despite_cancellation(self._end(process, mark, reading))
-        assert process.returncode is not None
-        return Ended(process.returncode, self._shown(tail), timed_out)
+            code = await finish_despite_cancellation(self._end(process, reading))
+        return Ended(code, self._shown(tail), timed_out)
 
     def _bounds(self) -> reaper.Bounds:
         options = self._options
@@ -277,24 +273,13 @@ class LocalSandbox:
             files=_OPEN_FILES,
         )
 
-    async def _end(
-        self, process: asyncio.subprocess.Process, mark: str, reading: "asyncio.Task[None]"
-    ) -> None:
-        assert process.stdin is not None
-        process.stdin.close()  # the reaper's sign to end
-        try:
-            async with asyncio.timeout(_END_S):
-                await process.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode is None or process.returncode < 0:  # perhaps nobody looked after the others
-            await asyncio.to_thread(reaper.kill_left, mark)
-            await process.wait()
+    async def _end(self, process: ReapedProcess, reading: "asyncio.Task[None]") -> int:
+        code = await process.end(_END_S)
         if self._in_container:
             await _quietly(self._options.kind, "rm", "-f", self._name)
         await asyncio.wait([reading], timeout=_GRACE_S)
         reading.cancel()
+        return code
 
     def _shown(self, tail: bytearray) -> str:
         text = bytes(tail).decode(errors="replace").strip()

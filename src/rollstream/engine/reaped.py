@@ -1,0 +1,90 @@
+"""A process below a reaper, as its owner has it."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Iterable, Mapping
+from typing import Any
+from uuid import uuid4
+
+from rollstream.engine import reaper
+
+
+class ReapedProcess:
+    """A command below a reaper of its own. Made by `start`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
+        self._process, self._mark = process, mark
+
+    @classmethod
+    async def start(
+        cls,
+        words: Iterable[str],
+        env: Mapping[str, str],
+        *,
+        mark: str | None = None,
+        bounds: reaper.Bounds | None = None,
+        **options: Any,
+    ) -> "ReapedProcess":
+        """Starts a command in a session of its own.
+
+        Args:
+            words: the command.
+            env: its whole environment, but for the mark.
+            mark: see `reaper.MARK`; None takes one.
+            bounds: what it may use.
+            options: of `asyncio.create_subprocess_exec`.
+
+        Raises:
+            OSError: there is no descriptor, process or folder for it.
+        """
+        mark = mark or uuid4().hex
+        process = await asyncio.create_subprocess_exec(
+            *reaper.reaped(words, bounds),
+            stdin=asyncio.subprocess.PIPE,  # held open as long as the command is wanted
+            env={**env, reaper.MARK: mark},
+            start_new_session=True,
+            **options,
+        )
+        return cls(process, mark)
+
+    @property
+    def pid(self) -> int:
+        """The reaper's, which leads the process group."""
+        return self._process.pid
+
+    async def wait(self) -> int:
+        """The exit code, once the command and everything that it started have ended; below 0 the signal."""
+        code = await self._process.wait()
+        if code < 0:  # it may have been the reaper: then nobody looked after the others
+            await self._kill_left()
+        return code
+
+    async def end(self, seconds: float = reaper.STOP_TIMEOUT_S) -> int:
+        """Ends it and everything that it started; returns the exit code. May be called twice, and after its end.
+
+        Args:
+            seconds: for the reaper to do so; then all are killed.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # the reaper's sign to end
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.wait()
+        except TimeoutError:
+            await self._kill_left()
+            return await self._process.wait()
+
+    async def _kill_left(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await asyncio.to_thread(reaper.kill_left, self._mark)
+
+
+def how_ended(code: int) -> str:
+    """An exit code for people: `ended with exit code 1`, `was killed by SIGKILL`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
