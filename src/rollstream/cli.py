@@ -526,7 +526,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _images(options: argparse.Namespace) -> "RunImages":
-    """What reads images for a DataProto. Raises `ConfigError`."""
+    """The reader of images for a DataProto. Raises `ConfigError`."""
     from rollstream.generation.export_images import run_images
 
     if options.config is None:

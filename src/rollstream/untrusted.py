@@ -8,7 +8,7 @@ from io import BufferedReader
 from pathlib import Path
 
 MOST_BYTES = 1 << 26
-"""Of a file that is read whole: twice the largest `tokenizer.json` of a known model."""
+"""A file that is read whole may have so many: twice the largest `tokenizer.json` of a known model."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 """Characters that a terminal acts on instead of showing them; line breaks and tabs are text."""

@@ -139,7 +139,7 @@ class Limits:
     answers_in_flight: int = 256 * 2**20
     """Bytes of all answers that clients have not read yet, but for streams."""
     client_share: float = 0.75
-    """Of either, for one client."""
+    """The part of either that a client may take."""
     small: int = 2**16
     """Bytes of a body, and of an answer, that are not counted: connections bound them, and they get through always."""
     max_connections: int = 1024
@@ -365,7 +365,7 @@ class _Held:
     gave_way: bool = False
     bytes: int = 0
     moved: int = 0
-    """Since `moved_at`."""
+    """Bytes since `moved_at`."""
     moved_at: float = field(default_factory=time.monotonic)
 
 
@@ -381,7 +381,7 @@ class _Budget:
         self._most, self._share, self._still_s = most, share, still_s
         self._of: Counter[str] = Counter()
         self._moving: dict[_Held, None] = {}
-        """Those that may give way, by when they moved last."""
+        """Requests that may give way, by when they moved last."""
 
     def take(self, held: _Held, number: int) -> None:
         """Counts so many bytes more, if they are any. Raises `HTTPError` where there is no room."""
@@ -401,13 +401,13 @@ class _Budget:
             slowest.give_way()
 
     def _is_short(self, held: _Held) -> str:
-        """Whose room is short, if it is; what is larger than the room for all has it alone."""
+        """The room that is short: `all`, `client` or none. A body larger than the room for all has it alone."""
         if self.bytes > max(self._most, held.bytes):
             return "all"
         return "client" if self._of[held.client] > max(self._share, held.bytes) else ""
 
     def move(self, held: _Held, number: int) -> None:
-        """So many bytes were received or sent."""
+        """Notes that so many bytes were received or sent."""
         held.moved += number
         if held.moved >= _PART:
             held.moved, held.moved_at = 0, time.monotonic()
@@ -481,7 +481,7 @@ class WebServer:
             for most in (limits.bodies_in_flight, limits.answers_in_flight)
         )
         self.reading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By client: one of its bodies is read in a thread."""
+        """The lock of each client of which a body is read in a thread."""
         self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="web-read")
         self.replaced_surrogates = 0
         self.url = ""
@@ -499,7 +499,7 @@ class WebServer:
         self._servers: list[asyncio.Server] = []
         self._connections: set[_Connection] = set()
         self._idle: dict[_Connection, None] = {}
-        """Those that no request is answered on, the one that is so for longest first."""
+        """Connections on which no request is answered, the longest idle first."""
         self._handlers: dict[asyncio.Task[Any], web.RequestHandler] = {}
         self._watch: asyncio.Task[None] | None = None
         self._stopping = False

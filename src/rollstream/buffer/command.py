@@ -45,7 +45,7 @@ such group, or the database is damaged.
 _LEAST = {"max_groups_per_read": 1, "max_buffer_size": 1, "archive_bytes": 0}
 
 STATES = ("open", "judging", "ready", "leased", "quarantined", "delivered", "dropped")
-"""Of a group."""
+"""The states of a group."""
 
 _SECONDS = (0.1, 30 * 86_400)
 """The least and the most of --lease-seconds and --hook-seconds."""
@@ -362,7 +362,7 @@ def _ask(options: argparse.Namespace, question: Callable[[Any], Awaitable[Any]])
 
 
 def opened(where: str) -> Any:
-    """What answers the calls that look at a buffer, given by its server's URL or its folder; to be entered."""
+    """A context whose value answers the calls that look at a buffer, given by its server's URL or its folder."""
     if where.startswith(("http://", "https://")):
         from rollstream.buffer.client import AsyncBufferClient
 

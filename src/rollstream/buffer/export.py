@@ -38,7 +38,7 @@ _PAGE: Final = 256
 """Groups that are listed at a time."""
 
 _TABLE_BYTES: Final = 8 << 20
-"""Of rollouts that are written together: about a row group."""
+"""Rollouts of so many bytes are written together: about a row group."""
 
 _FIELDS: Final = {
     *("uid", "instance_id", "task_type", "job", "messages", "reward", "extra_info", "snapshots"),
@@ -66,7 +66,7 @@ class BufferRun:
     items: int
     """Failed ones included."""
     notes: list[str]
-    """What is not in it, for people."""
+    """Lines for people: they name the items that are not in it."""
     damage: list[str]
 
 
@@ -200,7 +200,7 @@ class _Writer:
                 yield record
 
     def _groups(self) -> Iterator[Item]:
-        """By number; those that were begun later than this may be missing: a busy buffer never ends."""
+        """Groups by number. Later ones than this call may be missing: a busy buffer never ends."""
         written, after = self._runner.run(self._buffer.stats())["store"]["items_written"], 0
         while groups := self._runner.run(self._buffer.groups(**self._which, after=after, limit=_PAGE)):
             yield from groups

@@ -76,7 +76,7 @@ _UIDS_AT_ONCE = 1000
 _NOT_THE_ITEM = (401, 403, 404, 405)  # statuses that say nothing about an item
 _FAILED_REWARD = -1.0  # outside of 0 to 1: the default filter lets no failed rollout through to a trainer
 STUCK_S = 300.0
-"""For the tokenizer and chat template to be loaded, and then for the event loop to stand still."""
+"""The tokenizer and chat template may take so long to load, and later the event loop may stand still so long."""
 _ALL_FAIL, _ALL_FAIL_INSTANCES = 64, 16
 """So many failed before one success: no chance, where even a tenth works. Repeats of a row fail together."""
 

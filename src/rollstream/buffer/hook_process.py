@@ -55,7 +55,7 @@ _SLACK_S: Final = 30.0
 """A child has so much beside the limit of a call, to start and to read large messages. Then it is stuck."""
 
 _END_S: Final = 2.0
-"""For the reaper to have killed all; then its process group is killed."""
+"""The reaper may take so long to kill all; then its process group is killed."""
 
 _PART: Final = 1 << 20
 """Bytes that are written at once: asyncio copies what a pipe does not take."""

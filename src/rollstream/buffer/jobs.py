@@ -354,7 +354,7 @@ class Jobs:
         raise ConfigError("; ".join([why, *self._files.problems]))
 
     def log_of(self, record: JobRecord) -> Path:
-        """What a job's generator prints, on this machine."""
+        """The file on this machine that has what a job's generator prints."""
         return self._directory / "logs" / f"generator-{record.id}.log"
 
 

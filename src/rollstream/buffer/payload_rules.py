@@ -21,7 +21,7 @@ _MAX_KEYS = 256
 _MAX_COUNT = 2**31 - 1
 _SHORT = 1000
 _DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
-"""What `rollstream serve` has by default."""
+"""The model that `rollstream serve` has by default."""
 
 _REPLACED = ("remote_buffer_url", "rollstream")
 """The server puts its own in their place."""
@@ -71,7 +71,7 @@ class PayloadRules:
         self._engines = {_origin(url, "engines") for url in engines}
         self._forbidden = forbidden.expanduser().resolve()
         self.folders = {"inputs": [str(one) for one in self._inputs], "forbidden": str(self._forbidden)}
-        """For rules of these folders in another process."""
+        """The arguments that make rules of these folders in another process."""
         self._tools = tools
 
     def check(self, payload: Any, shown_token: bool) -> tuple[dict[str, Any], list[str]]:
@@ -189,7 +189,7 @@ class PayloadRules:
 
 
 def remainder(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of the payload of a job that never goes on: known parameters of few bytes."""
+    """The part of a payload that is kept once its job never goes on: known parameters of few bytes."""
     return {
         key: value
         for key, value in payload.items()

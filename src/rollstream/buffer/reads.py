@@ -39,7 +39,7 @@ _FAILURES_IN_A_ROW: Final = 8
 """So many groups of a task go to quarantine; then it pauses, for the hook may be to blame, not the groups."""
 
 _PAUSE_S: Final = 10.0
-"""Then the next groups are tried: those that hooks fail on may stand before many that they do not fail on."""
+"""A pause, after which the next groups are tried: groups that hooks fail on may stand before many good ones."""
 
 _CHECK_S: Final = 1.0
 """A waiting reader checks this often whether its client is there and the server goes on."""
@@ -142,7 +142,7 @@ class Reads:
         self._failed_in_a_row: Counter[tuple[str, str]] = Counter()
         """By task and what its hooks were to do: one that judges well says nothing for one that finishes."""
         self._paused: dict[str, tuple[float, str]] = {}
-        """By task: until when, and why."""
+        """The end of each task's pause, and its cause."""
         self.pause_s = _PAUSE_S
 
     @property

@@ -135,7 +135,7 @@ class Service:
         """Since a reader got something last."""
         self._hinted: set[str] = set()
         self._full = ""
-        """Why the last write found no room; nothing has left since."""
+        """The error of the last write, if it found no room and nothing has left since."""
         self.store.changed = self._on_change
 
     async def open(self) -> None:

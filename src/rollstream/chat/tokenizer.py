@@ -26,7 +26,7 @@ _FILES = ["*token*.json", "config.json", "generation_config.json", "*.jinja"]
 """What is fetched of a model on the hub."""
 
 _CHARS_A_TOKEN = 8
-"""More than usual text has: a conversation with more than the model's length of those is counted in pieces first."""
+"""Usual text has fewer. A conversation that has more for each token of the model's length is counted in pieces."""
 
 _OPEN_MARK = "ROLLSTREAMOPEN"
 """Stands for what comes next in a message. Letters only: no template trims, escapes or splits it."""

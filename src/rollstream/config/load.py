@@ -60,7 +60,7 @@ _FREE_FORM = frozenset(
 """Keys whose content `generation.yaml` does not list."""
 
 _MAY_HOLD_SECRETS = _FREE_FORM - {"train_tasks", f"{_ROLLOUT}.launch.args", f"{_ROLLOUT}.launch.env"}
-"""Those of a launch are looked at where it is planned."""
+"""Keys whose content is searched for secrets; a launch's is searched where it is planned."""
 
 _OF_EVERY_RENDERING = frozenset(
     {"conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}

@@ -79,7 +79,7 @@ _MAX_BODY = 32 * 2**20
 """Bytes of a call: more than fits any model's context, images included."""
 
 SESSION_SHARE = 0.25
-"""Of the room for bodies and answers, for one session."""
+"""The part of the room for bodies and answers that a session may take."""
 
 _DEPTH, _DEPTH_WRITTEN = 60, 254
 """How deeply a request's JSON may be nested, and what the JSON writer takes: what is recorded is written, with
@@ -235,7 +235,7 @@ class Endpoint:
         return answer
 
     def _read(self, wire: Wire, session: _Open, request: Request, body: dict[str, Any]) -> tuple[Asked, bool]:
-        """What is asked for, and whether it is a side call."""
+        """Reads a call; says whether it is a side call."""
         recorder = session.recorder
         recorder.note_surrogates(request.replaced_surrogates)
         _check_depth(body)

@@ -55,7 +55,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: LogprobKind | None = None
     """The kind of log-probs, which a started engine says. None: there are none, or none yet."""
     pad_token_id: int | None = None
-    """What fills batches up. None: there is no tokenizer, or the version before wrote the run."""
+    """The id that fills batches up. None: there is no tokenizer, or the version before wrote the run."""
 
     def setting(self, *keys: str) -> dict[str, Any]:
         """A group of the configuration by its keys; empty where there is none."""

@@ -29,7 +29,7 @@ from rollstream.view.tokens import encode_tokens
 from rollstream.web import Access, HTTPError, Request, Route, WebServer, render_json_error
 
 GRACE_S: Final = 0.2
-"""For answers that are being sent, when the server ends."""
+"""Answers that are being sent have so long when the server ends."""
 
 _HEADERS: Final = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "

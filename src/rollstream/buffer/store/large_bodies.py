@@ -19,14 +19,14 @@ from typing import Final, NamedTuple
 from rollstream.store.journal import sync_folder
 
 _FILE_BYTES: Final = 16 * 2**20
-"""From which on a file is not appended to: one body that stays long keeps no more of the disk."""
+"""A file of this size is not appended to: a body that stays long keeps no more of the disk."""
 
 _VECTORS: Final = 512
 """Bodies in one call of the system, which takes 1024."""
 
 
 class Place(NamedTuple):
-    """Where a body lies."""
+    """The part of a file that is a body."""
 
     file: int
     at: int

@@ -106,7 +106,7 @@ _CAUSE_CHARS: Final = 8_000
 """Of a traceback, its end."""
 
 _COMMIT_BYTES: Final = 3 * 2**20
-"""Of items from which on a transaction takes no more: while it is written, the next ones are received and checked."""
+"""A transaction with so many bytes takes no more items: while it is written, the next are received and checked."""
 
 _TURNS: Final = 4
 """Of the event loop, before a transaction begins: who was just answered writes again, and is in it. To sync the
@@ -145,7 +145,7 @@ class Tx(Protocol):
         ...
 
     async def other_bodies(self, rows: Sequence[int]) -> dict[int, bytes]:
-        """Of these, those that are kept elsewhere."""
+        """The bodies of these items that are kept elsewhere."""
         ...
 
     async def delete_bodies(self, groups: Sequence[int]) -> None:
@@ -164,7 +164,7 @@ class Driver(Protocol):
     """A database."""
 
     formats: tuple[int, ...]
-    """Of the data: those that can be read, of which the last is written."""
+    """The formats of data that it reads; it writes the last."""
 
     async def open(self, schema: str) -> None: ...
     async def close(self) -> None: ...

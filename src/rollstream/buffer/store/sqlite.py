@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS large (
   seq INTEGER PRIMARY KEY, file INTEGER NOT NULL, at INTEGER NOT NULL, size INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS large_of_file ON large (file)
 """
-"""Where large bodies are."""
+"""The places of large bodies."""
 
 _PAGE: Final = 8192
 
@@ -88,7 +88,7 @@ class SqliteDriver:
 
     @functools.cached_property
     def _log_pages(self) -> int:
-        """To which the log grows (16 MiB): half of the reserve, so that the other half takes them into the database."""
+        """The log grows to so many (16 MiB): half of the reserve; the other half takes them into the database."""
         return max(16, self._room.reserve // 2 // _PAGE)
 
     async def open(self, schema: str) -> None:
@@ -115,7 +115,7 @@ class SqliteDriver:
         ).fetchone()[0]
 
     def set_clock(self, seconds: float) -> None:
-        """What the store's clock shows, where it only looks."""
+        """Sets the store's clock, which a store that only looks does not know."""
         self._clock, self._opened = seconds, time.monotonic()
 
     def _now(self) -> float:
@@ -202,7 +202,7 @@ class SqliteDriver:
             return 0
 
     def missing_room(self, connection: sqlite3.Connection, size: int) -> tuple[int, int]:
-        """What the disk is short of to take items of this size, and what disk and free pages together are.
+        """Bytes that the disk lacks to take items of this size, and those that disk and free pages together lack.
 
         Each byte is written to the log first, and brought into the database later: there must be room for both,
         also for what is in the log now.
@@ -237,7 +237,7 @@ class SqliteDriver:
                 self._idle.put(connection)
 
     async def disk_bytes(self) -> int:
-        """Of the database, its log, and large bodies."""
+        """Bytes of the database, its log, and large bodies."""
         return self._path.stat().st_size + self._log_bytes() + self.large_bodies.size()
 
     async def tidy(self) -> None:

@@ -37,7 +37,7 @@ SAMPLING = (
 """Parameters that choose the distribution. Who answers decides whether a client may."""
 
 _MOST_TOOLS = 4096
-"""More than fit any prompt; each is read by Python."""
+"""No prompt has room for more; each is read by Python."""
 
 
 @dataclass(frozen=True, slots=True)

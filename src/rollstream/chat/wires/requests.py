@@ -160,7 +160,7 @@ class Sampling(msgspec.Struct, kw_only=True):
 async def request_object(
     request: Request, read: Callable[[dict[str, Any]], T], *, most: int | None = None
 ) -> T:
-    """What `read` makes of the JSON object in a request's body, which is dropped: the answer may take minutes.
+    """Reads the JSON object in a request's body, and drops the body: the answer may take minutes.
 
     Args:
         request: see there.

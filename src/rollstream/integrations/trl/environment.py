@@ -65,7 +65,7 @@ class TrainerSays:
     """Rollouts of a group."""
     seed: int
     weights_dir: str | None = None
-    """Where weights are written for servers."""
+    """The folder where weights are written for servers."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """For every rendering of the chat template: `data.apply_chat_template_kwargs`."""
     tokenizer: Any = None

@@ -64,7 +64,7 @@ class Export:
     rows: int
     """Trajectories in `target`."""
     status: RunStatus | None
-    """Of the run, when it was exported; None: of a buffer."""
+    """The run's state when it was exported; None for a buffer."""
 
     @property
     def files(self) -> list[Path]:
