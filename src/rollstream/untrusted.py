@@ -34,4 +34,9 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
 
 def printable(text: str) -> str:
     """A text for a terminal: what the terminal would act on (colours, titles, the clipboard) is escaped."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def printable_line(text: str) -> str:
+    """The same with line breaks and tabs escaped."""
+    return printable(text).replace("\n", r"\n").replace("\t", r"\t")

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rollstream.errors import ConfigError
+from rollstream.untrusted import printable_line
 
 EPILOG = """\
 examples:
@@ -112,7 +113,7 @@ def run(options: argparse.Namespace, names: Mapping[str, str] = MappingProxyType
     damage = [line for one in report["runs"] for line in one["damage"]]
     for kind, lines in (("NOT MET", report["missed"]), ("damaged", damage)):
         for line in lines:
-            sys.stderr.write(f"{kind}: {_printable(line)}\n")
+            sys.stderr.write(f"{kind}: {printable_line(line)}\n")
     return 1 if report["missed"] or damage else 0
 
 
@@ -286,15 +287,10 @@ def _notes(report: Report, names: dict[str, str], options: argparse.Namespace) -
     return [f"- {one}" for one in notes]
 
 
-def _printable(text: str) -> str:
-    """The same without what a terminal obeys or breaks a line at."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
-
-
 def _label(text: str) -> str:
     """A run's name or a column's value, as data has it, for a table."""
-    said = _printable(text)
-    return said if len(said) <= _LONGEST_NAME else said[: _LONGEST_NAME - 1] + "…"
+    line = printable_line(text)
+    return line if len(line) <= _LONGEST_NAME else line[: _LONGEST_NAME - 1] + "…"
 
 
 def _label_in_markdown(text: str) -> str:

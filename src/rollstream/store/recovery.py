@@ -168,13 +168,6 @@ class RunState:
         self.batches.append(number)
         self.add_rows(keys)
 
-    def hold_against(self, promised: int) -> None:
-        """Damage, unless as many rollouts are done as `checkpoint.json` counted."""
-        if self.keys.done < promised:
-            self.damage.append(
-                f"checkpoint.json counts {promised} finished rollouts, of which {self.keys.done} are here"
-            )
-
     def not_done(self, keys: BatchKeys) -> npt.NDArray[np.bool_]:
         """Which of these rows are of rollouts that are not done. Shape (rows,)."""
         return ~self.keys.are_done(keys["index"], keys["repeat"])
@@ -193,6 +186,12 @@ def promised_rollouts(root: Path) -> int:
     """Rollouts that `checkpoint.json` counts as done. Read it before the files that hold them."""
     completed = read_checkpoint(root).get("completed")
     return completed if isinstance(completed, int) else 0
+
+
+def lost_rollouts(promised: int, done: int) -> list[str]:
+    """A line about damage, if fewer rollouts are done than `checkpoint.json` counted."""
+    line = f"checkpoint.json counts {promised} finished rollouts, of which {done} are here"
+    return [line] * (done < promised)
 
 
 def inspect(root: Path) -> tuple[Manifest, RunState]:
@@ -236,7 +235,7 @@ def inspect(root: Path) -> tuple[Manifest, RunState]:
         for name in missing_batches(paths)
         if not is_merged(paths, manifest.run_id, name)
     )
-    state.hold_against(promised)
+    state.damage += lost_rollouts(promised, state.keys.done)
     state.active = (rewards.tag, state.rewards)
     return manifest, state
 
@@ -261,7 +260,7 @@ def recover(paths: RunPaths, manifest: Manifest) -> RunState:
     _restore_from_artifact(paths, manifest, state)
     for path in paths.failure_files():
         _recover_failures(path, paths, manifest, state)
-    state.hold_against(promised_rollouts(paths.root))
+    state.damage += lost_rollouts(promised_rollouts(paths.root), state.keys.done)
     return state
 
 

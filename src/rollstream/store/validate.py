@@ -28,7 +28,7 @@ from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.merge import is_current, is_merged
 from rollstream.store.paths import RunPaths, missing_batches
 from rollstream.store.records import RecordCodec, RolloutRecord
-from rollstream.store.recovery import RunState, promised_rollouts, quarantine_batch, recover
+from rollstream.store.recovery import RunState, lost_rollouts, promised_rollouts, quarantine_batch, recover
 from rollstream.store.scores import score_folder
 from rollstream.store.summary import refresh_checkpoint
 
@@ -95,10 +95,7 @@ def validate_run(root: Path) -> Validation:
     result.problems.extend(f"batches/{name} is missing" for name in missing)
     result.rows = len(keys)
     _validate_keys(keys, manifest.n, result)
-    if result.rollouts < promised:
-        result.problems.append(
-            f"checkpoint.json counts {promised} finished rollouts, of which {result.rollouts} are here"
-        )
+    result.problems += lost_rollouts(promised, result.rollouts)
     result.notes.extend(f"{name} is of an earlier artifact; export it again" for name in stale_exports(root))
     result.notes.extend(f"damaged/{path.name} was quarantined earlier" for path in paths.damaged_files())
     return result

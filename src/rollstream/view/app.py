@@ -310,8 +310,7 @@ class ViewServer:
     # -- buffers
 
     def _open_buffer(self, request: Request) -> Any:
-        where = self._sources.get(request.params["id"], BufferSource).address
-        return opened(where)
+        return opened(self._sources.get(request.params["id"], BufferSource).address)
 
     async def _buffer(self, request: Request) -> web.Response:
         async with self._open_buffer(request) as buffer:

@@ -15,19 +15,19 @@ from statistics import fmean
 from typing import Any, Final, TypeVar
 
 import msgspec
-import orjson
 
+from rollstream.buffer.store.sqlite import FILE as DATABASE
 from rollstream.chat.token_text import TokenText, read_token_text
 from rollstream.errors import ConfigError, NotFoundError, RunDirectoryError
 from rollstream.evaluate.metrics import SOLVED_AT
 from rollstream.store.columns import Part, RunColumns
 from rollstream.store.lock import is_locked
 from rollstream.store.manifest import Manifest, read_manifest, shard_group
+from rollstream.store.recovery import read_checkpoint
 from rollstream.store.scores import Rewards
 from rollstream.untrusted import open_regular, read_regular
 from rollstream.view.overview import Groups, group_figures, mean_interval
 
-BUFFER_FILE: Final = "buffer.sqlite"
 TRAINING_FILE: Final = "trainer_state.json"
 GROUPS_FILE: Final = "rollstream_groups.jsonl"
 """Beside the checkpoints of a `GRPOEnvTrainer`, which writes it."""
@@ -264,11 +264,9 @@ class RunSource(Source):
         """The counts of `checkpoint.json`, of all shards together; nothing where one has none."""
         counts: Counter[str] = Counter()
         for part in self._parts:
-            try:
-                said = orjson.loads(read_regular(part.root / "checkpoint.json"))
-                counts.update({name: count for name, count in said.items() if type(count) is int})
-            except (OSError, ValueError, AttributeError):
+            if not (content := read_checkpoint(part.root)):
                 return {}
+            counts.update({name: count for name, count in content.items() if type(count) is int})
         return counts
 
 
@@ -359,7 +357,7 @@ class Sources:
                 shards.setdefault(group, []).append(part)
             else:
                 yield RunSource(name, [part], self._solved_at)
-        if (path / BUFFER_FILE).is_file():
+        if (path / DATABASE).is_file():
             yield BufferSource(name, str(path))
         if training_log(path) is not None or (path / GROUPS_FILE).is_file():
             yield TrainingSource(name, str(path))
@@ -395,7 +393,7 @@ def _folders(top: Path) -> Iterator[Path]:
         path, depth = waiting.pop(0)
         yield path
         try:
-            if depth < _DEEPEST and not any((path / name).exists() for name in ("run.json", BUFFER_FILE)):
+            if depth < _DEEPEST and not any((path / name).exists() for name in ("run.json", DATABASE)):
                 below = sorted(one for one in path.iterdir() if one.is_dir() and not one.name.startswith("."))
                 waiting += [(one, depth + 1) for one in below if not _step(one)]
         except OSError:
