@@ -270,7 +270,9 @@ def _read_file(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     if not isinstance(content, dict):
         raise ConfigError(f"configuration file {path} must hold keys and values")
     if path.name == "config.yaml" and path.with_name("run.json").exists():  # of a run, maybe moved or copied
-        content["trainer"] = {**content.get("trainer", {}), "default_local_dir": str(path.absolute().parent)}
+        trainer = content.get("trainer") or {}  # without a key below it, it is null
+        if isinstance(trainer, dict):
+            content["trainer"] = {**trainer, "default_local_dir": str(path.absolute().parent)}
     if not content.keys() & {"defaults", "hydra"}:
         return content, content
     return _compose_by_hydra(path, content), content

@@ -299,6 +299,11 @@ def test_the_configuration_of_a_moved_run_means_its_folder(
     assert to_settings(compose(layers=layers)).trainer.default_local_dir == str(tmp_path / "copy")
     named = compose(["trainer.default_local_dir=other"], layers=layers)
     assert to_settings(named).trainer.default_local_dir == "other"
+    Path("copy/config.yaml").write_text("trainer:\n")
+    assert compose(layers=layers).trainer.default_local_dir == str(tmp_path / "copy")
+    Path("copy/config.yaml").write_text("trainer: 3")
+    with pytest.raises(ConfigError, match="trainer must hold keys"):
+        compose(layers=layers)
 
 
 @pytest.mark.parametrize(
