@@ -33,13 +33,14 @@ def run_rollout(data: dict[str, Any]) -> None:
     """Makes all that the payload asks for; returns when it is stored."""
     with Path(data["input_file"]).open() as file:
         rows = [json.loads(line) for line in file]
-    model = OpenAI(base_url=f"{data['remote_engine_url']}/v1", api_key="none")
+    client = OpenAI(base_url=f"{data['remote_engine_url']}/v1", api_key="none")
+    request = {"model": client.models.list().data[0].id, **data.get("sampling_params", {})}
     workers = int(data.get("num_process", 16))
     with BufferClient(data["remote_buffer_url"]) as buffer, ThreadPoolExecutor(workers) as pool:
 
         def make(row: dict[str, Any], uid: str, instance_id: int | str) -> None:
             item = {"uid": uid, "instance_id": instance_id, "job": data["rollstream"]["job"]}
-            buffer.write(item | rollout(model, row, data["sampling_params"]))
+            buffer.write(item | rollout(client, row, request))
 
         for epoch in planned(data, rows):
             known = buffer.known([uid for _, uid, _ in epoch])
@@ -65,23 +66,23 @@ def planned(
         yield rollouts
 
 
-def rollout(model: OpenAI, row: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+def rollout(client: OpenAI, row: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     """Messages, reward and further facts of one rollout, whatever the agent does."""
     messages = [{"role": "user", "content": row["prompt"]}]
     info: dict[str, Any] = {"timestamp": str(time.time()), "finish_reason": "stop"}
     try:
-        reward = solve(model, messages, row, sampling)
+        reward = solve(client, messages, row, request)
     except Exception as error:
         reward, info = -1.0, {**info, "failure": {"error": f"{type(error).__name__}: {error}"}}
     return {"messages": messages, "reward": reward, "extra_info": info}
 
 
 def solve(
-    model: OpenAI, messages: list[dict[str, Any]], row: dict[str, Any], sampling: dict[str, Any]
+    client: OpenAI, messages: list[dict[str, Any]], row: dict[str, Any], request: dict[str, Any]
 ) -> float:
     """The agent: adds its turns to the messages, and scores them. A wrong answer has a second try, for half."""
     for reward in (1.0, 0.5):
-        answer = model.chat.completions.create(model="custom", messages=messages, **sampling)  # type: ignore[arg-type]
+        answer = client.chat.completions.create(messages=messages, **request)  # type: ignore[arg-type]
         text = answer.choices[0].message.content or ""
         messages.append({"role": "assistant", "content": text})
         if text.strip().endswith(str(row["label"])):

@@ -238,14 +238,14 @@ async def test_the_template_for_an_agent_of_ones_own(tmp_path: Path) -> None:
     options = ("--generators", str(generators), "--inputs", str(tmp_path))
     with serve_buffer(tmp_path / "buffer", *options) as server:
         async with (
-            ChatStub(answer, model="custom") as engine,
+            ChatStub(answer) as engine,
             AsyncBufferClient(server.url) as client,
             asyncio.timeout(PATIENCE_S),
         ):
             payload = {
                 **{"task_type": "agent", "input_file": "prompts.jsonl", "remote_engine_url": engine.url},
                 **{"num_repeat_per_sample": "4", "num_epoch": "2", "num_process": "3"},
-                **{"sampling_params": {"max_tokens": 8}, "skip_instance_ids": ["i0"]},
+                "skip_instance_ids": ["i0"],
             }
             job = (await client.start_job(payload))["id"]
             while (await client.stats())["store"]["items_of_job"] < 10:
