@@ -355,10 +355,11 @@ class Service:
         counts = self._dropped_unread
         if not counts:
             return []
-        hint = _HINTS.get(counts.most_common(1)[0][0], "")
-        reasons = _listed(counts.most_common()) + (f" ({hint})" if hint else "")
+        most = counts.most_common(1)[0][0]
+        hint = f" ({most}: {_HINTS[most]})" if most in _HINTS else ""
         return [
-            f"{counts.total()} groups were dropped since the last read: {reasons}; GET /v1/dropped lists them"
+            f"{counts.total()} groups were dropped since a read got some: {_listed(counts.most_common())}{hint}; "
+            "GET /v1/dropped lists them"
         ]
 
     def note_read(self, groups: Sequence[Group], consumer: str | None) -> None:
