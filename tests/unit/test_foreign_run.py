@@ -1,6 +1,7 @@
 """A run directory that somebody else made names code wherever it can: no command that reads it runs any of it."""
 
 import asyncio
+import gc
 import os
 import re
 import shutil
@@ -151,7 +152,11 @@ def test_answers_without_text_are_read_by_the_tokenizer_that_the_run_keeps(
     ],
 )
 async def test_only_regular_files_are_opened(
-    foreign: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    foreign: Path,
+    tmp_path: Path,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Whoever opens a FIFO waits for a writer, for ever."""
     (foreign / name).parent.mkdir(exist_ok=True)
@@ -166,6 +171,9 @@ async def test_only_regular_files_are_opened(
         (source,) = (await one.get("/api/sources"))["sources"]
         for path in (*PAGES, "/trajectories/0/tokens"):
             await one.raw(f"/api/runs/{source['id']}{path}")
+    del one
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize("change", [{"x": "[" * 100_000 + "]" * 100_000}, {"n": "0"}, {"run_id": '"a\\n"'}])

@@ -143,7 +143,10 @@ class ViewServer:
     async def start(self, host: str, port: int) -> str:
         """Listens; returns the URL. Raises `ConfigError`."""
         url = await self._web.start(host, port)
-        self._reading_ahead = asyncio.ensure_future(self._in_thread(self._sources.read_ahead))
+        self._reading_ahead = reading = asyncio.ensure_future(self._in_thread(self._sources.read_ahead))
+        reading.add_done_callback(
+            lambda _: reading.cancelled() or reading.exception()
+        )  # the page says it, too
         return url
 
     async def stop(self) -> None:
