@@ -353,8 +353,8 @@ def _status(options: argparse.Namespace) -> int:
 
 def _print_causes(what: str, causes: "Sequence[FailureCause]") -> None:
     for cause in causes[:_CAUSES_SHOWN]:
-        said = printable(cause.example.partition("\n")[0][:300])
-        print(f"{what:<16}{cause.count}: {said} (index {cause.index}, repeat {cause.repeat})")
+        error = printable(cause.example.partition("\n")[0][:300])
+        print(f"{what:<16}{cause.count}: {error} (index {cause.index}, repeat {cause.repeat})")
     if (more := len(causes) - _CAUSES_SHOWN) > 0:
         print(f"{'':<16}and by {more} other causes: --{what}")
 

@@ -16,7 +16,6 @@ TOGETHER_S = 0.5
 """Seconds. Signals that come this soon after the first are the same one: `timeout` and other wrappers signal
 the process and then its whole group. Nobody presses Ctrl-C twice that fast."""
 
-
 _EXIT_S = 10.0
 """A server that has not ended so long after its grace period is ended as it is: what it acknowledged is on disk."""
 

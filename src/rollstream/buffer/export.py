@@ -76,7 +76,7 @@ def buffer_as_run(
 ) -> Iterator[BufferRun]:
     """A temporary run directory of what a buffer holds now, with one batch, whose rows are sorted as an artifact's.
 
-    In memory is one group at a time.
+    One group at a time is in memory.
 
     Args:
         address: the buffer's folder, with or without its server, or the server's URL.
@@ -183,15 +183,17 @@ class _Writer:
 
     def _records(self) -> Iterator[RolloutRecord | Failure]:
         for group in self._groups():
-            found = self._runner.run(self._buffer.group(group["id"])) if group["bytes"] else {"group": group}
-            if not found["group"]["bytes"]:
+            content = (
+                self._runner.run(self._buffer.group(group["id"])) if group["bytes"] else {"group": group}
+            )
+            if not content["group"]["bytes"]:
                 self._counts["gone"] += 1
                 continue
-            if found.get("problem"):
-                self._damage.append(f"group {group['id']}: {found['problem']}")
+            if content.get("problem"):
+                self._damage.append(f"group {group['id']}: {content['problem']}")
                 continue
-            self._counts["largest"] = max(self._counts["largest"], len(found["items"]))
-            for repeat, item in enumerate(found["items"]):
+            self._counts["largest"] = max(self._counts["largest"], len(content["items"]))
+            for repeat, item in enumerate(content["items"]):
                 record = _record(group, item, repeat)
                 self._counts["items"] += 1
                 if isinstance(record, RolloutRecord) and not record.trajectories[-1].prompt_ids:
@@ -224,7 +226,8 @@ def _tables(rollouts: Iterable[RolloutRecord]) -> Iterator[pa.Table]:
     for rollout in rollouts:
         waiting.append(rollout)
         size += sum(
-            len(one.messages) + len(one.extra) + 10 * len(one.response_mask) for one in rollout.trajectories
+            len(trajectory.messages) + len(trajectory.extra) + 10 * len(trajectory.response_mask)
+            for trajectory in rollout.trajectories
         )
         if size >= _TABLE_BYTES:
             yield build_table(waiting)
@@ -239,8 +242,8 @@ def _record(group: Item, item: Item, repeat: int) -> RolloutRecord | Failure:
     extra = {name: value for name, value in item.items() if name not in _FIELDS}
     snapshots: list[Item] = item.get("snapshots") or []
     try:
-        for one in snapshots:
-            parse_item(dump_item({"instance_id": 0, "reward": None, **one}, "msgpack"), "msgpack")
+        for snapshot in snapshots:
+            parse_item(dump_item({"instance_id": 0, "reward": None, **snapshot}, "msgpack"), "msgpack")
     except (ItemError, TypeError):
         extra["snapshots"], snapshots = snapshots, []
     known = {name: group[name] for name in ("instance_id", "task_type", "job", "state", "reason")}
@@ -274,7 +277,7 @@ def _record(group: Item, item: Item, repeat: int) -> RolloutRecord | Failure:
         data_source=source if isinstance(source, str) else UNKNOWN_SOURCE,
         ground_truth=json_text(next((info[name] for name in _TRUTHS if info.get(name) is not None), None)),
         attempts=attempts,
-        trajectories=[*(_trajectory(one, is_snapshot=True) for one in snapshots), final],
+        trajectories=[*(_trajectory(snapshot, is_snapshot=True) for snapshot in snapshots), final],
         finished_at=finished_at,
     )
 

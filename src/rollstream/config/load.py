@@ -418,13 +418,13 @@ def _take_verls_names(values: dict[str, Any], written: set[str], where: str, pro
 
 
 def _say_left_out(notes: Mapping[str, Iterable[str]]) -> None:
-    said = []
+    lines = []
     for why, keys in sorted(notes.items()):
         named = [key for key in dict.fromkeys(keys) if not key.endswith("_target_")]
         more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
-        said.append(f"{', '.join(named[:_SHOWN])}{more} ({why})")
-    if said:
-        logger.warning("left out of verl's keys: %s", "; ".join(said))
+        lines.append(f"{', '.join(named[:_SHOWN])}{more} ({why})")
+    if lines:
+        logger.warning("left out of verl's keys: %s", "; ".join(lines))
 
 
 def _refusal(path: str, value: Any, unknown: str, *, is_own: bool) -> str | None:

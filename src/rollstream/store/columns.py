@@ -474,8 +474,8 @@ def _footer(path: Path, *version: int) -> tuple[pq.FileMetaData, Array, Array]:
         footer = file.metadata
         for group in range(footer.num_row_groups):
             _check_size(path, footer.row_group(group))
-    said = [footer.row_group(group).column(0).statistics for group in range(footer.num_row_groups)]
-    both = [(0, 1 << 62) if one is None else (one.min, one.max) for one in said]
+    statistics = [footer.row_group(group).column(0).statistics for group in range(footer.num_row_groups)]
+    both = [(0, 1 << 62) if one is None else (one.min, one.max) for one in statistics]
     low, high = np.array(both, np.int64).reshape(-1, 2).T
     return footer, low, high
 

@@ -118,9 +118,7 @@ _GROUP_ROOM: Final = 128
 _LEASES_KEPT_S: Final = 7 * 86_400.0
 """An ended lease is known so long: a trainer may ack again from an old checkpoint."""
 
-
 _FULL: Final = "no room on the disk for items: what is left is for reads and acks; nothing of this was stored"
-
 
 _JOBS_KEPT: Final = 100
 """Records of earlier jobs are kept so far back, and as long as groups of theirs are known."""

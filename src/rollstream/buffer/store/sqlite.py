@@ -345,13 +345,15 @@ def _plain(arguments: tuple[Any, ...]) -> list[Any]:
 
 @contextlib.contextmanager
 def _errors(path: Path) -> Any:
-    """SQLite's errors in our words."""
+    """SQLite's errors, and those of the files beside it, in our words."""
     try:
         yield
-    except sqlite3.Error as error:
-        name = getattr(error, "sqlite_errorname", "") or ""
+    except (sqlite3.Error, OSError) as error:
         if _is_full(error):
             raise StorageFullError(f"{path}: no room on the disk; nothing of this was stored") from error
+        if isinstance(error, OSError):
+            raise StorageError(f"{path.parent}: {error}") from error
+        name = getattr(error, "sqlite_errorname", "") or ""
         if name.startswith(("SQLITE_CONSTRAINT", "SQLITE_TOOBIG")):
             raise DataError(f"{path} cannot store this: {error}") from error
         if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
@@ -359,10 +361,6 @@ def _errors(path: Path) -> Any:
         if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM")):
             raise RunDirectoryError(f"{path} cannot be opened for writing: {error}") from error
         raise StorageError(f"{path}: {error} ({name})") from error
-    except OSError as error:
-        if _is_full(error):
-            raise StorageFullError(f"{path}: no room on the disk; nothing of this was stored") from error
-        raise StorageError(f"{path.parent}: {error}") from error
 
 
 def _is_full(error: sqlite3.Error | OSError) -> bool:
