@@ -417,6 +417,25 @@ async def test_large_bodies_are_beside_the_database(tmp_path: Path) -> None:
         assert not list(folder.iterdir())
 
 
+async def test_what_leaves_the_archive_during_a_look_is_not_said_to_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(SqliteDriver(tmp_path), archive_bytes=0) as store:
+        await store.write(pair("a", body=b'{"pad": "%s"}' % (b"x" * 100_000)))
+        await store.ack([await lease_of(store)])
+        beside = SqliteDriver(tmp_path, read_only=True)
+
+        async def read_and_sweep(work: Callable[[Tx], Awaitable[Any]]) -> Any:
+            found = await SqliteDriver.read(beside, work)
+            await store.sweep()
+            return found
+
+        monkeypatch.setattr(beside, "read", read_and_sweep)
+        found = await SqlStore(beside, FixedPolicy()).group_with_items(1)
+        await beside.close()
+        assert found is not None and found["group"]["bytes"] == 0
+
+
 async def test_what_cannot_be_synced_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(fd: int) -> None:
         raise OSError(errno.EIO, "a bad disk")

@@ -1026,9 +1026,10 @@ class SqlStore:
 
     async def group_with_items(self, group: int) -> dict[str, Any] | None:
         """`group`, `items` as they were written, and a `problem` where these cannot be read."""
+        items = (await self.load([group]))[group]
+        # Looked at second: of items that the archive has given up meanwhile it says so, by `bytes`.
         if not (found := await self._groups("id = $1", group)):
             return None
-        items = (await self.load([group]))[group]
         if isinstance(items, str):
             return {"group": described(found[0]), "items": [], "problem": items}
         return {"group": described(found[0]), "items": [plain_item(one.body, one.encoding) for one in items]}
