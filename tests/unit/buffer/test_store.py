@@ -511,9 +511,9 @@ def mount(*arguments: str) -> int:
 
 
 @contextlib.contextmanager
-def small_disk_at(folder: Path) -> Iterator[Path]:
+def small_disk_at(folder: Path, size: str = "3m") -> Iterator[Path]:
     folder.mkdir()
-    if mount("-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)):
+    if mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)):
         pytest.skip("this machine lets nobody mount a small disk")
     try:
         yield folder
@@ -554,6 +554,21 @@ async def test_a_full_disk_refuses_writes_and_takes_acks(small_disk: Path) -> No
         loaded = await store.load([group.id for group in await store.groups(state="ready")])
         assert not any(isinstance(one, str) for one in loaded.values())
         assert await store.write(pair("more")) == [True, True]
+
+
+async def test_a_disk_that_another_program_fills_at_each_restart_is_drained(tmp_path: Path) -> None:
+    with small_disk_at(tmp_path / "disk", "24m") as disk:
+        other = (tmp_path / "disk" / "other").open("ab", buffering=0)
+        async with opened(SqliteDriver(disk)) as store:
+            for n in range(8):
+                await store.write(pair(f"g{n}", body=bytes(100_000)))
+        for _ in range(8):
+            with contextlib.suppress(OSError):
+                while True:
+                    other.write(bytes(4096))
+            async with opened(SqliteDriver(disk)) as store:
+                await store.ack([await lease_of(store)])
+        other.close()
 
 
 async def test_a_full_disk_of_postgres_refuses_writes_and_takes_acks(postgres: PostgresServer) -> None:

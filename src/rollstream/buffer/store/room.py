@@ -16,7 +16,7 @@ _BYTES: Final = 32 * 2**20
 _SHARE: Final = 8
 """The reserve is at most this part of the disk."""
 
-_PIECES: Final = 4
+_PIECES: Final = 32
 
 
 class DiskRoom:
