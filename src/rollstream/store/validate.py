@@ -97,7 +97,7 @@ def validate_run(root: Path) -> Validation:
     _validate_keys(keys, manifest.n, result)
     result.problems += lost_rollouts(promised, result.rollouts)
     result.notes.extend(f"{name} is of an earlier artifact; export it again" for name in stale_exports(root))
-    result.notes.extend(f"damaged/{path.name} was quarantined earlier" for path in paths.damaged_files())
+    result.notes.extend(f"damaged/{path.name} was quarantined" for path in paths.damaged_files())
     return result
 
 
