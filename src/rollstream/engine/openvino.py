@@ -282,12 +282,11 @@ def _check_model_folder(path: Path) -> Path:
     if not path.is_dir():
         hub = (
             "If it is a name of the hub: actor_rollout_ref.rollout.name=hf loads it (needs "
-            "pip install 'rollstream[hf]'). "
+            "pip install 'rollstream[hf]'). Engine 'openvino' loads no model from the hub: it needs a local folder "
+            f"with openvino_model.xml. {_how_to_export(path)}"
         )
         raise ConfigError(
-            f"actor_rollout_ref.model.path: there is no folder {path}. {'' if path.is_absolute() else hub}"
-            "Engine 'openvino' loads no model from the hub: it needs a local folder with openvino_model.xml. "
-            f"{_how_to_export(path)}"
+            f"actor_rollout_ref.model.path: there is no folder {path}{'' if path.is_absolute() else f'. {hub}'}"
         )
     if not (path / "openvino_model.xml").is_file():
         raise ConfigError(

@@ -200,7 +200,7 @@ class WandbTracker:
         if mode == "online" and wandb.run is None and not _has_key():
             raise ConfigError(
                 "nobody is logged in to W&B: `wandb login`, or a key in WANDB_API_KEY; or set "
-                "WANDB_MODE=offline, and `wandb sync` later; or generation.upload_artifact=false"
+                "WANDB_MODE=offline, and `wandb sync` later"
             )
 
     def open(self, run: TrackedRun) -> int | None:
