@@ -39,6 +39,8 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "verifiers": ("import verifiers", "verifiers --help"),
     "hub": ("from huggingface_hub import HfApi",),
     "wandb": ("import wandb",),
+    "mlflow": ("import mlflow",),
+    "swanlab": ("import swanlab",),
     "trackio": ("import trackio",),
     "tensorboard": ("from tensorboard.summary.writer.event_file_writer import EventFileWriter",),
     "dev": ("import hypothesis, mypy, openai, pytest",),

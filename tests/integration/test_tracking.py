@@ -85,7 +85,7 @@ def test_a_tracker_that_cannot_work_is_refused_before_anything_is_made(
     with pytest.raises(ConfigError, match="did you mean 'tensorboard'"):
         run_generation(run)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for name in ("tensorboard", "trackio", "wandb"):
+    for name in ("tensorboard", "trackio", "wandb", "mlflow", "swanlab"):
         run["trainer"]["logger"] = ["console", name]
         with pytest.raises(ConfigError, match=rf"pip install 'rollstream\[{name}\]'"):
             run_generation(run)

@@ -52,6 +52,8 @@ HEAVY = {
     "mcp",
     "wandb",
     "trackio",
+    "mlflow",
+    "swanlab",
     "tensorboard",
 }
 

@@ -184,7 +184,7 @@ class TrainerSettings:
     project_name: Text
     experiment_name: Text
     default_local_dir: LocalPath
-    logger: list[Literal["console", "wandb", "trackio", "tensorboard", "jsonl"]]
+    logger: list[Literal["console", "wandb", "mlflow", "swanlab", "trackio", "tensorboard", "jsonl"]]
 
 
 @dataclass(frozen=True, slots=True)

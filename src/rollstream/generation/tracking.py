@@ -40,6 +40,8 @@ T = TypeVar("T")
 
 _ELSEWHERE = {
     "wandb": "WandbTracker",
+    "mlflow": "MlflowTracker",
+    "swanlab": "SwanlabTracker",
     "trackio": "TrackioTracker",
     "tensorboard": "TensorBoardTracker",
     "jsonl": "JsonLinesTracker",

@@ -3,14 +3,17 @@
 Their packages are imported when a tracker is checked, not before.
 """
 
+import atexit
+import contextlib
 import errno
 import importlib
 import importlib.util
 import inspect
 import logging
 import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -166,6 +169,120 @@ class TrackioTracker:
 
     def abandon(self) -> None:
         """Its threads are daemons, and its own end is bounded."""
+
+
+class MlflowTracker:
+    """A run of the MLflow experiment `trainer.project_name`, found again by a tag with the run's id.
+
+    Where it is kept: as MLflow's environment says, by default `mlflow.db` in the working directory.
+    """
+
+    _TAG = "rollstream.run_id"
+    _PARAMS_AT_ONCE, _PARAM_CHARACTERS = 100, 500
+    """Limits of its servers, old ones included."""
+
+    def __init__(self) -> None:
+        self._client: Any = None
+        self._run_id = ""
+
+    def check(self) -> None:
+        _check_package("mlflow", "trainer.logger=[mlflow]")
+
+    def open(self, run: TrackedRun) -> int | None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+        from mlflow.exceptions import MlflowException
+
+        client = self._client = MlflowClient()
+        with contextlib.suppress(MlflowException):  # it is there, or another shard makes it
+            client.create_experiment(run.project)
+        experiments = [client.get_experiment_by_name(run.project).experiment_id]
+        if known := client.search_runs(experiments, f"tags.`{self._TAG}` = '{run.run_id}'"):
+            self._run_id = known[0].info.run_id
+            client.update_run(self._run_id, "RUNNING")
+            points = client.get_metric_history(self._run_id, "progress/done")
+            return max((point.step for point in points), default=None)
+        made = client.create_run(experiments[0], tags={self._TAG: run.run_id}, run_name=run.name)
+        self._run_id = made.info.run_id
+        params = [
+            Param(self._name(key), str(value)[: self._PARAM_CHARACTERS]) for key, value in _leaves(run.config)
+        ]
+        for first in range(0, len(params), self._PARAMS_AT_ONCE):
+            client.log_batch(self._run_id, params=params[first : first + self._PARAMS_AT_ONCE])
+        return None
+
+    def log(self, figures: Mapping[str, float], *, step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        points = [Metric(self._name(name), float(value), now, step) for name, value in figures.items()]
+        self._client.log_batch(self._run_id, metrics=points)
+
+    def close(self, *, succeeded: bool) -> None:
+        self._client.set_terminated(self._run_id, "FINISHED" if succeeded else "FAILED")
+
+    def abandon(self) -> None:
+        """It has no threads."""
+
+    @staticmethod
+    def _name(name: str) -> str:
+        """The name in the characters that its stores take."""
+        return re.sub(r"[^\w\-. /]", "_", name)
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+class SwanlabTracker:
+    """A SwanLab run whose id is the run's, so that a resume goes on; offline each process leaves a folder.
+
+    Where its files lie: as SwanLab's environment says, or else `logs/swanlab` of the run directory.
+    """
+
+    _FOLDERS = ("SWANLAB_LOG_DIR", "SWANLAB_LOGDIR")
+
+    def __init__(self) -> None:
+        self._run: Any = None
+
+    def check(self) -> None:
+        _check_package("swanlab", "trainer.logger=[swanlab]")
+
+    def open(self, run: TrackedRun) -> int | None:
+        import swanlab
+
+        # It looks around in the process, and takes over the terminal, unless it is told not to.
+        looks = swanlab.Settings.Probe.model_fields
+        settings = swanlab.Settings(
+            interactive=False,  # without a key it would ask for one
+            terminal={"proxy_type": "none"},
+            probe={name: False for name, about in looks.items() if about.annotation is bool},
+        )
+        self._run = swanlab.init(
+            project=re.sub(r"[^0-9a-zA-Z_\-+.]", "-", run.project),
+            name=run.name,
+            id=run.run_id,
+            resume="allow",
+            config=dict(run.config),
+            log_dir=None if any(map(os.environ.get, self._FOLDERS)) else run.run_dir / "logs" / "swanlab",
+            settings=settings,
+        )
+        return None
+
+    def log(self, figures: Mapping[str, float], *, step: int) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def close(self, *, succeeded: bool) -> None:
+        self._run.finish(*(("success",) if succeeded else ("crashed", "the run ended with an error")))
+
+    def abandon(self) -> None:
+        """Keeps it from sending the rest when the interpreter ends: there is no public way to."""
+        if (ends := getattr(self._run, "_handle_atexit", None)) is not None:
+            atexit.unregister(ends)
 
 
 class WandbTracker:
