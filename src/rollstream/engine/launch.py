@@ -19,11 +19,12 @@ from rollstream.engine.launch_plan import (
     choose_server,
     plan_replicas,
 )
-from rollstream.engine.launch_process import Launcher, LocalLauncher, path_to_rollstream
+from rollstream.engine.launch_process import Launcher, LocalLauncher
 from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.pool import POOL_KWARGS
 from rollstream.engine.ray_launch import RayLauncher
 from rollstream.engine.ray_plan import replica_resources
+from rollstream.engine.reaped import path_to_rollstream
 from rollstream.errors import ConfigError
 
 

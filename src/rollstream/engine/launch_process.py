@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import rollstream
 from rollstream.engine.launch_plan import LOOPBACK, ReplicaPlan
 from rollstream.engine.reaped import ReapedProcess, how_ended
 from rollstream.errors import EngineError
@@ -167,12 +166,6 @@ class LocalProcess:
     async def stop(self) -> None:
         await self._process.end()
         self._port.close()
-
-
-def path_to_rollstream() -> dict[str, str]:
-    """Environment in which an interpreter finds the package where this one did."""
-    here = str(Path(rollstream.__file__).parent.parent)
-    return {"PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def log_stamp() -> str:

@@ -3,14 +3,12 @@
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
-import rollstream
 from rollstream.aio import finish_despite_cancellation
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.openvino_worker import (
@@ -24,6 +22,7 @@ from rollstream.engine.openvino_worker import (
     Results,
     encode_frame,
 )
+from rollstream.engine.reaped import how_ended, path_to_rollstream
 from rollstream.errors import EngineError, EngineUnavailableError
 
 _LAST_WORDS_BYTES = 2000
@@ -215,9 +214,7 @@ class WorkerProcess:
         except TimeoutError:
             self._process.kill()
             code = await self._process.wait()
-        if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
+        return how_ended(code)
 
     def _last_words(self) -> str:
         """The last line that it wrote to its log, if any."""
@@ -229,8 +226,6 @@ class WorkerProcess:
 
 
 async def _spawn(log: IO[bytes]) -> asyncio.subprocess.Process:
-    package_parent = str(Path(rollstream.__file__).parent.parent)
-    path = os.pathsep.join([package_parent, *filter(None, [os.environ.get("PYTHONPATH")])])
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -241,5 +236,5 @@ async def _spawn(log: IO[bytes]) -> asyncio.subprocess.Process:
         stderr=log,
         # A results frame of a whole batch, read in one go.
         limit=2**22,
-        env={**os.environ, "PYTHONPATH": path},
+        env=os.environ | path_to_rollstream(),
     )

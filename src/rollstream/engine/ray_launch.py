@@ -32,9 +32,10 @@ from rollstream.engine.launch_plan import (
     ReplicaPlan,
     ServerKind,
 )
-from rollstream.engine.launch_process import LocalProcess, log_stamp, path_to_rollstream
+from rollstream.engine.launch_process import LocalProcess, log_stamp
 from rollstream.engine.ray_package import cause_of, import_ray, is_death, one_line
 from rollstream.engine.ray_plan import Claims, claim, device_env
+from rollstream.engine.reaped import path_to_rollstream
 from rollstream.errors import ConfigError, EngineError
 
 _LOG = logging.getLogger(__name__)

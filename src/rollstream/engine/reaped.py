@@ -1,13 +1,15 @@
-"""A process below a reaper, as its owner has it."""
+"""Child processes: how those below a reaper are started and ended, and what any of them needs."""
 
 import asyncio
 import contextlib
 import os
 import signal
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import rollstream
 from rollstream.engine import reaper
 
 
@@ -80,6 +82,12 @@ class ReapedProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.to_thread(reaper.kill_left, self._mark)
+
+
+def path_to_rollstream() -> dict[str, str]:
+    """Environment in which an interpreter finds the package where this one did."""
+    here = str(Path(rollstream.__file__).parent.parent)
+    return {"PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def how_ended(code: int) -> str:

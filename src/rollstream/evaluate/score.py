@@ -30,7 +30,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-import rollstream
+from rollstream.engine.reaped import path_to_rollstream
 from rollstream.errors import ConfigError, RewardError, RollstreamError, RunDirectoryError, StorageError
 from rollstream.evaluate.score_worker import (
     RewardRecipe,
@@ -371,7 +371,7 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # standard output is for the result
                 pass_fds=[theirs.fileno()],
-                env=os.environ | {"PYTHONPATH": _python_path()},
+                env=os.environ | path_to_rollstream(),
                 start_new_session=True,  # Ctrl-C is the parent's to handle
             )
         self.connection = Connection(ours.detach())
@@ -412,12 +412,6 @@ class _Process:
         self.connection.close()
         code = self._process.wait()
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
-def _python_path() -> str:
-    """So that the child finds the package where this one has it."""
-    paths = [str(Path(rollstream.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    return os.pathsep.join(filter(None, paths))
 
 
 def _score_in_processes(

@@ -18,10 +18,9 @@ import sys
 import traceback
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import rollstream
+from rollstream.engine.reaped import path_to_rollstream
 from rollstream.errors import RollstreamError
 from rollstream.rollout.supervisor import WorkerLostError
 from rollstream.rollout.worker_host import WorkerHost, WorkerPlace, WorkerRecipe, WorkerReport, WorkItem
@@ -72,7 +71,7 @@ class ProcessWorker:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,  # standard output is the driver's, for its result
                 pass_fds=[theirs.fileno()],
-                env=os.environ | {"PYTHONPATH": _python_path()},
+                env=os.environ | path_to_rollstream(),
                 start_new_session=True,  # Ctrl-C is the driver's to handle
             )
         except BaseException:
@@ -147,12 +146,6 @@ class ProcessWorker:
         code = await self._process.wait()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return f"its process ended ({how})"
-
-
-def _python_path() -> str:
-    """So that the child finds the package where this one has it."""
-    paths = [str(Path(rollstream.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    return os.pathsep.join(filter(None, paths))
 
 
 def _frame(message: object) -> bytes:
