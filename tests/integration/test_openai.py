@@ -253,7 +253,7 @@ async def test_text_without_a_tokenizer(
     assert "there are no token ids" in shown
     assert "10 prompt tokens, 5 response tokens, as the endpoint counts them" in shown
     assert cli(["export", str(run_dir), "--format", "dataproto"]) != 0
-    assert "text without token ids" in capsys.readouterr().err
+    assert "without token ids" in capsys.readouterr().err
 
 
 async def test_tools_without_a_tokenizer(tmp_path: Path, prompts: Path, folder: Path) -> None:
