@@ -556,6 +556,14 @@ async def test_a_full_disk_refuses_writes_and_takes_acks(small_disk: Path) -> No
         assert await store.write(pair("more")) == [True, True]
 
 
+async def test_a_copy_without_the_reserve_is_not_said_to_be_full(tmp_path: Path) -> None:
+    async with opened(SqliteDriver(tmp_path)):
+        pass
+    (tmp_path / "buffer.reserve").unlink()
+    async with opened_read_only(tmp_path) as store:
+        assert not (await store.stats()).disk_full
+
+
 async def test_a_disk_that_another_program_fills_at_each_restart_is_drained(tmp_path: Path) -> None:
     with small_disk_at(tmp_path / "disk", "24m") as disk:
         other = (tmp_path / "disk" / "other").open("ab", buffering=0)

@@ -209,7 +209,7 @@ class SqliteDriver:
         """
         needed = max(size, self._room.reserve // 4)
         spare = self._room.free() - self._log_bytes()
-        if not self._room.is_whole():
+        if not self._read_only and not self._room.is_whole():  # of a copy, its server makes one at its start
             spare = min(0, spare)
         if spare >= 2 * needed:
             return 0, 0
