@@ -258,21 +258,22 @@ def with_loop(run_dir: Path, files: Path, body: str, **changes: Any) -> dict[str
 MENDED = "return await super().run(*given, **row)"
 
 
+@pytest.mark.parametrize("in_flight", [1, 24])
 def test_a_loop_that_always_raises_stops_the_run_and_is_mended_in_place(
-    tmp_path: Path, sums: Path, stub: dict[str, Any]
+    tmp_path: Path, sums: Path, stub: dict[str, Any], in_flight: int
 ) -> None:
     run_dir = tmp_path / "run"
     broken = with_loop(
         run_dir, sums, "raise ValueError(f'no {id(self)}')", generation__stop_after_failures=10, **stub
     )
-    broken["generation"]["max_in_flight"] = 1
+    broken["generation"]["max_in_flight"] = in_flight
     result = run_generation(broken)
-    assert (result.exit_code, result.failed, result.complete) == (1, 16, False)  # 8 rows of 2
+    assert (result.exit_code, result.failed, result.complete) == (1, 15, False)  # the 15th is of the 8th row
     assert result.gave_up is not None and "ValueError: no " in result.gave_up
     (cause,) = result.failure_causes
-    assert (cause.count, cause.example[:15]) == (16, "ValueError: no ")
+    assert (cause.count, cause.example[:15]) == (15, "ValueError: no ")
     assert "stopped: 0/24" in summarise(result)
-    assert "16 failed: ValueError: no " in summarise(result)
+    assert "15 failed: ValueError: no " in summarise(result)
     (seen,) = read_status(run_dir).failure_causes
     assert (seen.count, seen.example) == (cause.count, cause.example)
     mended = run_generation(with_loop(run_dir, sums, MENDED, **stub))

@@ -310,6 +310,22 @@ class FailureStreak:
         return self.count >= self._limit > 0 and len(self._indices) >= self._enough
 
 
+class _JudgedWriter(StoreWriter):
+    """Tells `judge` of each result that can be stored when it comes, which is before it is durable."""
+
+    def __init__(
+        self, run: RunDirectory, judge: Callable[[Rollout | EncodedRollout | Failure], None], **options: Any
+    ) -> None:
+        super().__init__(run, **options)
+        self._judge = judge
+
+    def submit(self, record: Rollout | EncodedRollout | Failure) -> "asyncio.Future[None]":
+        durable = super().submit(record)
+        if not durable.done():
+            self._judge(record)
+        return durable
+
+
 class _Run:
     """One open run while it executes."""
 
@@ -340,7 +356,7 @@ class _Run:
         self._shown: asyncio.Future[None] | None = None
         """The progress line, until everything is sealed."""
         self._failing = FailureStreak(self._settings.stop_after_failures, len(prepared.dataset.order))
-        self._hopeless = asyncio.Event()
+        self._executor: Executor | None = None
         self._window = WindowCounters()
         """What went through so far."""
         self._gave_up: str | None = None
@@ -428,8 +444,9 @@ class _Run:
             prepared.settings.actor_rollout_ref.rollout.name,
             run.paths.root / "config.yaml",
         )
-        writer = StoreWriter(
+        writer = _JudgedWriter(
             run,
+            self._judge,
             save_batch_size=self._settings.save_batch_size,
             pull_timeout=self._settings.pull_timeout,
             on_sealed=self._write_checkpoint,
@@ -468,7 +485,7 @@ class _Run:
             self._waits.begin(None)
             if prepared.sampling.logprobs:
                 self._directory.note_logprobs(execution.logprobs)
-            executor = execution.executor
+            executor = self._executor = execution.executor
             self._window = executor.counters
             keys = self._directory.state.keys
             order = prepared.dataset.order
@@ -506,7 +523,6 @@ class _Run:
             companions = {
                 asyncio.ensure_future(self._stop_when_asked(executor)),
                 asyncio.ensure_future(self._reporter.run(observe, execution.engine)),
-                asyncio.ensure_future(self._give_up(executor)),
             }
             if settings.show_progress and "console" in prepared.settings.trainer.logger:
                 self._shown = asyncio.ensure_future(show_progress(observe, self._console))
@@ -518,6 +534,8 @@ class _Run:
                 for companion in companions:
                     companion.cancel()
                 await asyncio.gather(work, *companions, return_exceptions=True)
+            if self._gave_up is not None:
+                logger.error("stopping: %s", self._gave_up)
             if executor.counters.dropped:
                 logger.info("dropped %d rollouts in flight; they are owed again", executor.counters.dropped)
 
@@ -570,17 +588,10 @@ class _Run:
     def _count(self, result: Rollout | EncodedRollout | Failure) -> None:
         if not isinstance(result, Failure):
             self._metrics.add(result)
-            self._failing.completed()
             if self._on_rollout is not None:
                 self._on_rollout(result if isinstance(result, Rollout) else self._codec.decode(result.body))
             return
         self._metrics.add_failure(result)
-        if self._failing.failed(result) and not self._hopeless.is_set():
-            self._gave_up = (
-                f"the first {self._failing.count} rollouts all failed with one cause, {result.error} "
-                "(generation.stop_after_failures)"
-            )
-            self._hopeless.set()
         level = logging.WARNING if self._window.failed <= _FAILURES_SAID else logging.DEBUG
         logger.log(
             level,
@@ -590,11 +601,17 @@ class _Run:
         if self._window.failed == _FAILURES_SAID:
             logger.warning("further failures are recorded and counted: rollstream status --failed")
 
-    async def _give_up(self, executor: "Executor") -> None:
-        await self._hopeless.wait()
-        logger.error("stopping: %s", self._gave_up)
-        executor.stop()
-        executor.drop()
+    def _judge(self, result: Rollout | EncodedRollout | Failure) -> None:
+        """Cuts the run off when all that ended so far failed, before more of the kind is recorded."""
+        if not isinstance(result, Failure):
+            self._failing.completed()
+        elif self._failing.failed(result) and self._gave_up is None and self._executor is not None:
+            self._gave_up = (
+                f"the first {self._failing.count} rollouts all failed with one cause, {result.error} "
+                "(generation.stop_after_failures)"
+            )
+            self._executor.stop()
+            self._executor.drop()
 
     async def _stop_when_asked(self, executor: "Executor") -> None:
         await self._stop.requested.wait()

@@ -230,6 +230,8 @@ class WorkersExecutor:
         if queue is None:
             return  # dropped: what it delivers is owed again
         for result in report.results:
+            if self._dropped:  # by the result before, maybe
+                return
             if queue.receive(worker.id, result.key):
                 self._commit(queue, result)
         self._pump_soon()  # who is waited for changes with time
