@@ -156,8 +156,8 @@ def _recipe(options: argparse.Namespace) -> Any:
     own = manifest.setting("custom_reward_function")
     if not options.rules and options.reward is None and own.get("path"):
         raise ConfigError(
-            "--reward FILE or --rules: nothing that a run directory names is run by itself. The run's own reward: "
-            + score_command(options.run_dir, manifest.config)
+            "--reward FILE or --rules: nothing that a run directory names is run by itself. The run's own reward, "
+            "with its path as it was typed: " + score_command(options.run_dir, manifest.config)
         )
     limits = {"timeout": 60.0, "max_concurrency": 32}
     limits |= {name: own[name] for name in limits if type(own.get(name)) in (int, float)}
