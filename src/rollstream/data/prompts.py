@@ -86,7 +86,7 @@ class PromptDataset:
         known: What an earlier run found out; used when the files are the same, byte for byte.
 
     Raises:
-        DataError: The first row cannot be used.
+        DataError: The first row cannot be used; names further ones, too.
     """
 
     def __init__(
@@ -110,10 +110,16 @@ class PromptDataset:
         self._visiting = _visiting_order(len(source), shuffle_seed)
         self.max_samples = max_samples
         self._row_bytes = lru_cache(maxsize=_KEPT_ROWS)(self._read)
-        first = self.row(0)
-        self._agent_names: dict[str | None, int] = {first.agent_name: 0}
-        self._has_images = bool(first.images)
+        self._agent_names: dict[str | None, int] = {}
+        self._has_images = False
         self._data_sources: Counter[str] = Counter()
+        try:
+            first = self.row(0)
+        except DataError:
+            self._scan()  # names further bad rows, too
+            raise
+        self._agent_names[first.agent_name] = 0
+        self._has_images = bool(first.images)
 
     def __len__(self) -> int:
         """Rows in the files, before filter and cut."""

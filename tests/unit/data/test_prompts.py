@@ -143,6 +143,9 @@ def test_bad_rows_are_named_and_counted(tmp_path: Path) -> None:
     assert lines[6] == "  … and 3 more" and len(lines) == 7
     with pytest.raises(DataError, match=r"row 8 \(line 10\): no column 'prompt'; the row has: text"):
         dataset.row(8)
+    path.write_bytes(bad)
+    with pytest.raises(DataError, match="8 of 8 rows cannot be used"):
+        load_prompts(data_settings(path))
 
 
 def test_a_row_that_changes_under_the_run_is_an_error(tmp_path: Path) -> None:
