@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -46,7 +47,7 @@ from rollstream.store.journal import (
 from rollstream.store.manifest import Manifest, check_identity, read_manifest, write_manifest
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
-from rollstream.store.recovery import quarantine_batch, recover
+from rollstream.store.recovery import inspect, quarantine_batch, recover
 from rollstream.store.scores import (
     ScorePaths,
     activate,
@@ -98,12 +99,12 @@ def extend_run(
             write_file_durably(root / "config.yaml", config_yaml.encode())
             write_manifest(root, new)
             return
-        gone = sum(folder == _RUN and target is None for (folder, _), target in moved.items())
+        gone = state.keys.count(_gone(moved))[0]
         back = sum(folder == _REMOVED and target is not None for (folder, _), target in moved.items())
         if gone or back:
             logger.warning(
-                "%d prompt rows with finished rollouts are not in the dataset any more, their rollouts are "
-                "kept in %s; those of %d rows come back from there",
+                "%d finished rollouts are of prompt rows that are not in the dataset any more, and are kept in "
+                "%s; those of %d rows come back from there",
                 *(gone, paths.removed, back),
             )
         _rewrite(paths, manifest, new, moved, config_yaml)
@@ -116,6 +117,18 @@ def extend_run(
             f"cannot extend {root}: {error.strerror}; nothing was lost. Free space and run the same command "
             "again."
         ) from error
+
+
+def rollouts_leaving(root: Path, prompt_keys: Iterable[str | None]) -> int:
+    """How many finished rollouts `extend_run` would move to `removed/`. Changes nothing."""
+    manifest, state = inspect(root)
+    paths = RunPaths(root)
+    old = _old_keys(paths, manifest)
+    codec = RecordCodec()
+    for number in paths.journal_numbers():
+        for frame in scan(paths.journal(number), manifest.run_id_bytes, ScanReport()):
+            old[_RUN, frame.index] = codec.decode(frame.body).prompt_key
+    return state.keys.count(_gone(_match(old, prompt_keys)))[0]
 
 
 def finish_extend(root: Path) -> None:
@@ -187,6 +200,11 @@ def _match(old: dict[_Row, str], new_keys: Iterable[str | None]) -> dict[_Row, i
         row: row[1] if row[0] == _RUN and row[1] in staying else next(free.get(old[row], iter(())), None)
         for row in sorted(old)
     }
+
+
+def _gone(moved: dict[_Row, int | None]) -> npt.NDArray[np.int64]:
+    """Indices of the run's rows that are not in the dataset any more."""
+    return np.array([row[1] for row, target in moved.items() if row[0] == _RUN and target is None], np.int64)
 
 
 def _rewrite(

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollstream.errors import DamageError, IdentityMismatchError
-from rollstream.store.extend import extend_run, finish_extend
+from rollstream.store.extend import extend_run, finish_extend, rollouts_leaving
 from rollstream.store.find import find_trajectory
 from rollstream.store.journal import encode_file_header, encode_frame
 from rollstream.store.manifest import DATASET_IDENTITY
@@ -94,6 +94,7 @@ async def test_equal_rows_are_matched_in_order(tmp_path: Path) -> None:
 async def test_rows_that_are_gone_come_back_with_their_rollouts(tmp_path: Path) -> None:
     """Whatever the run is extended to, nothing is lost: it is in the run or in `removed/`."""
     await start(tmp_path, "abca")
+    assert [rollouts_leaving(tmp_path, keys) for keys in ("acbad", "cb", "x")] == [0, 4, 8]
     extend(tmp_path, "cb")
     assert state(tmp_path, "cb") == ({0: "c", 1: "b"}, 0)
     assert removed(tmp_path) == ["a", "a"]
