@@ -60,6 +60,10 @@ _SPOOL_BATCH_ROWS = 256
 """Few, because Parquet encodes a text that all rows share once, and a batch holds it with each row."""
 
 
+VERL_PROMPT = "raw_prompt"
+"""The messages, as verl's dataset makes them of `data.prompt_key`."""
+
+
 class RowSource(ABC):
     """Rows by position, read when asked for. Safe to read from several threads.
 
@@ -316,8 +320,24 @@ class ObjectRows(RowSource):
             row = {self._prompt_column: row}
         if not isinstance(row, Mapping):
             raise BadRow(f"the dataset gave {described(row)}, want a dict")
-        copied: Row = to_jsonable(dict(row), drop_none=self._is_arrow)
+        is_verls = "dummy_tensor" in row and VERL_PROMPT in row
+        plain = without_verls_own(row, self._prompt_column) if is_verls else dict(row)
+        copied: Row = to_jsonable(plain, drop_none=self._is_arrow or is_verls)
         return copied
+
+
+def without_verls_own(row: Mapping[str, Any], prompt_column: str) -> dict[str, Any]:
+    """A row of verl's dataset by the columns that it was made of: it has the key that it has without verl.
+
+    verl's dataset adds a tensor so that a batch is not empty, and an index that is 0 for every row that does
+    not have one in its `extra_info`, where it stays.
+    """
+    plain = {str(key): value for key, value in row.items() if key not in ("dummy_tensor", "index")}
+    plain[prompt_column] = plain.pop(VERL_PROMPT)
+    for key in ("tools_kwargs", "interaction_kwargs"):
+        if not plain.get(key):
+            plain.pop(key, None)
+    return plain
 
 
 def custom_rows(data: DataSettings) -> ObjectRows:

@@ -11,18 +11,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from rollstream.data.prompts import PromptDataset
-from rollstream.data.sources import RowSource
+from rollstream.data.sources import VERL_PROMPT, RowSource, without_verls_own
 from rollstream.data.values import BadRow, Row, described, to_jsonable
 from rollstream.errors import DataError
 from rollstream.store.export.dataproto import MEDIA
 from rollstream.trajectory import PromptRow
-
-PROMPT_COLUMN = "raw_prompt"
-"""The messages, as verl's dataset makes them of `data.prompt_key`."""
-
-_NOT_OF_THE_ROW = frozenset({"dummy_tensor", "index"})
-"""What verl's dataset adds to every row: a tensor so that a batch is not empty, and an index that is 0 for
-every row that does not have one in its `extra_info`, where it stays."""
 
 _KEPT_ROWS = 8
 """Rows that are kept for their repeats, which follow each other; some may be large, with images."""
@@ -41,12 +34,12 @@ def sample_row(index: int, sample: Mapping[str, Any]) -> VerlRow:
     Raises:
         DataError: it has no messages.
     """
-    messages: Any = sample.get(PROMPT_COLUMN)
+    messages: Any = sample.get(VERL_PROMPT)
     if hasattr(messages, "tolist"):  # an array, as a batch of verl's holds them
         messages = messages.tolist()
     if not isinstance(messages, list | tuple) or not all(isinstance(one, Mapping) for one in messages):
-        found = described(sample.get(PROMPT_COLUMN))
-        raise DataError(f"sample {index}: {PROMPT_COLUMN} is {found}; want a list of messages")
+        found = described(sample.get(VERL_PROMPT))
+        raise DataError(f"sample {index}: {VERL_PROMPT} is {found}; want a list of messages")
     plain = [dict(message) for message in messages]
     sampling = {"sampling_params": sample["sampling_params"]} if sample.get("sampling_params") else {}
     return VerlRow(index, f"{index:032x}", plain, "unknown", columns=sampling, sample=dict(sample))
@@ -80,23 +73,17 @@ class VerlRows(RowSource):
             raise BadRow(f"verl's dataset raised {type(error).__name__}: {error}") from error
         if not isinstance(row, Mapping):
             raise BadRow(f"verl's dataset gave {described(row)}, want a mapping")
-        if not isinstance(row.get(PROMPT_COLUMN), list | tuple):
+        if not isinstance(row.get(VERL_PROMPT), list | tuple):
             raise BadRow(
-                f"{self.prompt_column} is {described(row.get(PROMPT_COLUMN))}; verl wants a list of messages"
+                f"{self.prompt_column} is {described(row.get(VERL_PROMPT))}; verl wants a list of messages"
             )
         return {str(key): value for key, value in row.items() if key != "dummy_tensor"}
 
     def row(self, position: int) -> Row:
         sample = self.sample(position)
-        # In the place of the column that verl made it of: a row has the key it has without verl.
-        sample[self.prompt_column] = [_message(message) for message in sample.pop(PROMPT_COLUMN)]
-        for key in _NOT_OF_THE_ROW:
-            sample.pop(key, None)
-        for key in ("tools_kwargs", "interaction_kwargs"):
-            if not sample.get(key):
-                sample.pop(key, None)
+        sample[VERL_PROMPT] = [_message(message) for message in sample[VERL_PROMPT]]
         # A column of mappings has in every row what any row has.
-        plain: Row = to_jsonable(sample, drop_none=True)
+        plain: Row = to_jsonable(without_verls_own(sample, self.prompt_column), drop_none=True)
         return plain
 
 

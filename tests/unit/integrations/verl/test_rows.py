@@ -8,7 +8,8 @@ import orjson
 import pytest
 
 from rollstream.config.load import compose, to_settings
-from rollstream.data.prompts import load_prompts
+from rollstream.data.prompts import PromptDataset, load_prompts
+from rollstream.data.sources import ObjectRows
 from rollstream.errors import DataError
 from rollstream.integrations.verl.rows import VerlDataset, VerlRows, sample_row, shows_media
 
@@ -46,8 +47,10 @@ def test_a_row_has_the_key_it_has_without_verl(tmp_path: Path) -> None:
     file.write_bytes(b"\n".join(map(orjson.dumps, plain)))
     ours = load_prompts(to_settings(compose([f"data.train_files={file}"])).data)
     theirs = dataset(*(row(i) for i in range(3)))
-    assert list(theirs.prompt_keys()) == list(ours.prompt_keys())
-    assert theirs.fingerprint == ours.fingerprint
+    given = PromptDataset(ObjectRows(Rows(row(i) for i in range(3)), "rows"))  # to `run_generation`
+    for other in (theirs, given):
+        assert list(other.prompt_keys()) == list(ours.prompt_keys())
+        assert other.fingerprint == ours.fingerprint
 
 
 def test_the_loop_gets_the_row_as_verl_has_it() -> None:
