@@ -38,5 +38,5 @@ def printable(text: str) -> str:
 
 
 def printable_line(text: str) -> str:
-    """The same with line breaks and tabs escaped."""
-    return printable(text).replace("\n", r"\n").replace("\t", r"\t")
+    """A text in one line of a table: whatever does not print is escaped, line breaks and tabs, too."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
