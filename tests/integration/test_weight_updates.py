@@ -133,8 +133,15 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[ContinuingEngine]:
     return engines
 
 
-@pytest.mark.parametrize("loop", ["single_turn_agent", "tool_agent"])
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    ("name", "loop"),
+    [
+        ("openvino", "single_turn_agent"),
+        ("hf", "tool_agent"),
+        pytest.param("openvino", "tool_agent", marks=pytest.mark.soak),
+        pytest.param("hf", "single_turn_agent", marks=pytest.mark.soak),
+    ],
+)
 async def test_a_run_goes_on_over_new_weights(
     name: str,
     loop: str,
