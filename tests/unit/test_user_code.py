@@ -116,10 +116,10 @@ def test_a_file_that_is_beside_or_was_written_for_verl(
     monkeypatch.setitem(sys.modules, "verl", None)
     monkeypatch.syspath_prepend(tmp_path / "others")
     (tmp_path / "others").mkdir()
-    (tmp_path / "beside.py").write_text("X = 1\n")
+    (tmp_path / "alongside.py").write_text("X = 1\n")
     (tmp_path / "others" / "made_for_verl.py").write_text("from verl.tools.base_tool import BaseTool\n")
-    with pytest.raises(ConfigError, match=r"; write beside\.py:X$"):
-        import_name("beside.X", key="k")
+    with pytest.raises(ConfigError, match=r"; write alongside\.py:X$"):
+        import_name("alongside.X", key="k")
     with pytest.raises(ConfigError, match=r"rollstream\.agent\.tools\.base"):
         import_name("made_for_verl.X", key="k")
 
