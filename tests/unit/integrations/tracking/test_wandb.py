@@ -13,7 +13,7 @@ import pytest
 
 from rollstream.errors import ConfigError
 from rollstream.integrations.tracking import WandbTracker
-from tests.unit.integrations.tracking.runs import RUN_ID
+from tests.unit.integrations.tracking.runs import RUN_ID, python
 
 pytest.importorskip("wandb")
 
@@ -55,19 +55,9 @@ print("UPLOADED", tracker.upload(run, folder / "trajectories.zip", "mine"))
 """
 
 
-def python(code: str, folder: Path, *words: str) -> str:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    env |= {"WANDB_MODE": "offline", "PYTHONPATH": ":".join(sys.path), "WANDB_DATA_DIR": str(folder / "data")}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder), *words, "some_key=sk-tellnobodytellnobody"],
-        env=env,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def offline(code: str, folder: Path, *words: str) -> str:
+    secret = "some_key=sk-tellnobodytellnobody"
+    return python(code, folder, *words, secret, WANDB_MODE="offline", WANDB_DATA_DIR=str(folder / "data"))
 
 
 def records(folder: Path, run_id: str = RUN_ID) -> list[Any]:
@@ -100,7 +90,7 @@ def frames(content: bytes) -> Iterator[bytes]:
 
 
 def test_figures_config_and_artifact_are_kept_and_nothing_of_the_command_line(tmp_path: Path) -> None:
-    assert "UPLOADED staged offline; to upload it: wandb sync " in python(LOG, tmp_path)
+    assert "UPLOADED staged offline; to upload it: wandb sync " in offline(LOG, tmp_path)
     found = records(tmp_path)
     kinds = [record.WhichOneof("record_type") for record in found]
     run = found[kinds.index("run")].run
@@ -126,7 +116,7 @@ def test_figures_config_and_artifact_are_kept_and_nothing_of_the_command_line(tm
 
 
 def test_an_active_run_gets_the_artifact_and_is_left_as_it_is(tmp_path: Path) -> None:
-    python(UPLOAD, tmp_path, "active")
+    offline(UPLOAD, tmp_path, "active")
 
     def has_artifact(run_id: str) -> bool:
         return any(b"trajectories.zip" in one.SerializeToString() for one in records(tmp_path, run_id))
@@ -136,7 +126,7 @@ def test_an_active_run_gets_the_artifact_and_is_left_as_it_is(tmp_path: Path) ->
 
 
 def test_without_any_run_the_artifact_gets_one_of_its_own(tmp_path: Path) -> None:
-    python(UPLOAD, tmp_path, "alone")
+    offline(UPLOAD, tmp_path, "alone")
     assert any(b"trajectories.zip" in one.SerializeToString() for one in records(tmp_path))
 
 
@@ -192,7 +182,7 @@ print("ENDED")
 
 def test_without_a_network_neither_the_run_nor_the_interpreter_waits(tmp_path: Path) -> None:
     # Without being told to let go, W&B's own end would wait until there is a network.
-    assert "ENDED" in python(HOLE, tmp_path)
+    assert "ENDED" in offline(HOLE, tmp_path)
 
 
 @pytest.mark.parametrize("broken", [False, True])
