@@ -412,10 +412,9 @@ class Reads:
         return {**meta, "dropped_groups": dropped, "finished_groups": finished}, reported
 
     async def _own_meta_info(self, gone: Sequence[Group], first: Group) -> dict[str, Any]:
-        here = await self._store.groups(state="open", task=first.task, limit=1024)
         given: list[tuple[Any, list[tuple[Encoding, bytes]]]] = []
         room = _META_BYTES
-        for part in parts_of([one for one in (*gone, *here) if one.task == first.task and one.bytes > 0]):
+        for part in parts_of([group for group in gone if group.task == first.task and group.bytes > 0]):
             room -= sum(group.bytes for group in part)
             if room < 0:
                 break

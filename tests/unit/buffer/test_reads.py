@@ -126,9 +126,13 @@ async def test_own_hooks_are_called_in_slimes_order(tmp_path: Path) -> None:
         assert all(one["seen"] for one in items)
         meta = answer["data"]["meta_info"]
         assert meta["finished_groups"] == ["good", "bad"] and meta["dropped_groups"] == {"not_valid": 1}
-        assert {name: len(uids) for name, uids in meta["mine"].items()} == {"good": 4, "bad": 4, "open": 1}
+        assert {name: len(uids) for name, uids in meta["mine"].items()} == {"good": 4, "bad": 4}
         stats = await buffer.stats()
         assert stats["items_delivered"] == 3 and stats["items_dropped"] == {"not_valid": 4, "filtered": 1}
+        await buffer.write(*group("next"))
+        await buffer.until(lambda: buffer.counted(ready=1))
+        meta = (await buffer.post("/get_rollout_data", {}))[1]["data"]["meta_info"]
+        assert list(meta["mine"]) == ["next"], "each group once"
 
 
 async def test_a_group_that_grows_is_judged_again(tmp_path: Path) -> None:
