@@ -165,17 +165,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="move damaged files to damaged/ and take their rollouts from whatever intact copy there is",
     )
 
-    prune = add(
-        "prune",
-        _prune,
-        "delete what a merged run holds twice: batches that are whole in trajectories.parquet",
-        epilog="Without --yes it only says what would be deleted. The artifact is read to its last byte first, "
-        "and\nbecomes the run's batch (a second name of the same file), so that the run still resumes, extends\n"
-        "and exports. Damaged files, exports and removed/ stay.\n",
-        of_run=True,
-    )
-    prune.add_argument("--yes", action="store_true", help="delete")
-
     export = add("export", _export, "write the trajectories of a run or a buffer in another format")
     export.add_argument("run_dir", type=Path)
     export.add_argument(
@@ -388,23 +377,6 @@ def _validate(options: argparse.Namespace) -> int:
     return 0 if result.sound else 1
 
 
-def _prune(options: argparse.Namespace) -> int:
-    from rollstream.store.prune import prune_run
-
-    pruned = prune_run(options.run_dir, dry_run=not options.yes)
-    names = [path.name for path in pruned.batches]
-    if options.json:
-        print(orjson.dumps({"batches": names, "bytes": pruned.bytes, "deleted": options.yes}).decode())
-    elif not names:
-        print(f"{options.run_dir} holds nothing twice")
-    else:
-        done = "deleted" if options.yes else "would delete"
-        print(f"{done} {len(names)} batches of {pruned.bytes / 1e6:.1f} MB, whole in trajectories.parquet")
-        if not options.yes:
-            print("nothing was deleted; --yes deletes them")
-    return 0
-
-
 def _export(options: argparse.Namespace) -> int:
     from rollstream.stderr_log import log_to_stderr
     from rollstream.store.export.dataproto import DataProtoOptions
@@ -565,7 +537,7 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
-_SILENT = (_status, _validate, _prune, _export, _merge, _show, _eval)
+_SILENT = (_status, _validate, _export, _merge, _show, _eval)
 """Commands that say nothing until they are done."""
 
 

@@ -151,18 +151,20 @@ def test_resume_modes(tmp_path: Path, sums: Path, stub: dict[str, Any]) -> None:
         run_generation(config(run_dir, sums, actor_rollout_ref__rollout__temperature=0.5, **stub))
     before = rows_of(run_dir)
 
-    write_sums(sums, [*reversed(PAIRS), (5, 6)])
+    write_sums(sums, [*PAIRS, (5, 6)])
     with pytest.raises(IdentityMismatchError, match="resume=extend"):
         run_generation(config(run_dir, sums, **stub))
-    extended = run_generation(config(run_dir, sums, generation__resume="extend", **stub))
-    assert (extended.total, extended.completed, extended.generated) == (26, 26, 2)
-    after = rows_of(run_dir)
-    assert len(after) == 26
-    old = {(row["index"], row["repeat"]): row["response_ids"] for row in before}
-    for row in after[:24]:
-        assert row["response_ids"] == old[11 - row["index"], row["repeat"]]
+    more: dict[str, Any] = {"generation__resume": "extend", "actor_rollout_ref__rollout__n": 3} | stub
+    extended = run_generation(config(run_dir, sums, **more))
+    assert (extended.total, extended.completed, extended.generated) == (39, 39, 15)
+    after = {(row["index"], row["repeat"]): row["response_ids"] for row in rows_of(run_dir)}
+    assert len(after) == 39
+    assert all(after[row["index"], row["repeat"]] == row["response_ids"] for row in before)
     assert validate_run(run_dir).sound
-    assert run_generation(config(run_dir, sums, **stub)).generated == 0
+    assert run_generation(config(run_dir, sums, **more)).generated == 0
+    write_sums(sums, [*reversed(PAIRS), (5, 6)])
+    with pytest.raises(IdentityMismatchError):
+        run_generation(config(run_dir, sums, **more))
 
 
 def test_shuffle_and_max_samples_choose_rows_by_seed(

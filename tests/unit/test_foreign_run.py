@@ -40,7 +40,6 @@ READING: dict[str, Sequence[Sequence[str]]] = {
     "status": ([], ["--failed"], ["--unscored"], ["--json"]),
     "show": ([], ["0", "1", "--tokens"]),
     "validate": ([], ["--repair"]),
-    "prune": ([], ["--yes"]),
     "export": [["--format", name, "--force"] for name in FILE_NAMES]
     + [["--format", "dataproto", "--unscored", "keep"]],
     "score": (

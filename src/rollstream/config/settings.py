@@ -212,6 +212,7 @@ class GenerationSettings:
     save_batch_size: Count
     pull_timeout: Limit
     final_merge: bool
+    keep_batches: bool
     export: list[
         Literal["jsonl", "dataproto", "hf", "zip", "sft", "preference", "atif", "inspect", "parquet"]
     ]

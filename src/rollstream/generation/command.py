@@ -30,7 +30,7 @@ from rollstream.generation.runner import GenerationResult, check_run_directory, 
 from rollstream.generation.setup import Prepared, peek_manifest, prepare
 from rollstream.rollout.setup import launch_request
 from rollstream.stop_signals import StoppedEarly, StopSignals
-from rollstream.store.extend import rollouts_leaving
+from rollstream.store.extend import check_positions
 from rollstream.store.lock import is_locked, lock_holder
 from rollstream.store.manifest import Manifest, identity_differences
 from rollstream.store.scores import RECORDED
@@ -325,11 +325,7 @@ async def _refuse_like_a_run(prepared: Prepared, manifest: Manifest | None) -> N
     if adopted is not None and nothing_done:
         logger.warning("nothing is done in %s yet: it would take the new settings", prepared.run_dir)
     elif manifest is not None and not nothing_done and prepared.settings.generation.resume == "extend":
-        leaving = rollouts_leaving(prepared.run_dir, prepared.visited_keys())
-        if leaving:
-            logger.warning(
-                "%d finished rollouts would leave the run for %s/removed", leaving, prepared.run_dir
-            )
+        check_positions(prepared.run_dir, manifest, prepared.visited_keys())
     _check_writable(prepared.run_dir)
     await prepared.prepare_reward()
     prepared.check_rows()

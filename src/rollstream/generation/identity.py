@@ -16,6 +16,7 @@ from rollstream.store.manifest import (
     LOOP_IDENTITY,
     SHARD_IDENTITY,
     Manifest,
+    extends,
     identity_differences,
     only_reward_differs,
 )
@@ -165,7 +166,7 @@ def adopted_manifest(
         root: the run directory.
         old: its manifest.
         wanted: the one asked for.
-        extend: other prompt rows are allowed.
+        extend: appended rows and a larger `n` are allowed.
         nothing_done: the run has no finished rollout.
         unused: identity keys that no finished rollout depends on.
         files: by identity key, what to name for it: see `Prepared.identity_files`.
@@ -178,11 +179,7 @@ def adopted_manifest(
     if nothing_done:
         return msgspec.structs.replace(wanted, **kept) if differences else None
     harmless = _harmless(old.identity, wanted.identity) | unused
-    refused = [
-        one
-        for one in differences
-        if one[0] not in harmless and not (extend and one[0].startswith(DATASET_IDENTITY))
-    ]
+    refused = [one for one in differences if one[0] not in harmless and not (extend and extends(one))]
     if refused:
         raise IdentityMismatchError(_explained(root, refused, old, wanted, files), refused)
     if not harmless.intersection(key for key, _, _ in differences):
@@ -257,11 +254,8 @@ def _explained(
                 if name is None and key.startswith(prefix):
                     name = config + key.removeprefix(prefix)
             lines.append(f"  {name or key}: {before!r} -> {after!r}")
-    if all(key.startswith(DATASET_IDENTITY) for key, _, _ in refused):
-        hint = (
-            "If the dataset grew or was reordered, generation.resume=extend keeps what was done for rows "
-            "that are still there."
-        )
+    if all(map(extends, refused)):
+        hint = "If rows were appended, or n grew, generation.resume=extend goes on with them."
     elif any(key in _CODE or key.startswith(LOOP_IDENTITY) for key, _, _ in refused):
         hint = (
             "Finished rollouts were made or scored by the code as it was. With that back in place, the same "

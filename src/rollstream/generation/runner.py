@@ -34,7 +34,7 @@ from rollstream.reward.custom import reward_of_function
 from rollstream.rollout.local import WindowCounters
 from rollstream.rollout.setup import in_flight_limit
 from rollstream.stop_signals import StoppedEarly, StopSignals
-from rollstream.store.extend import extend_run, finish_extend
+from rollstream.store.extend import extend_run
 from rollstream.store.journal import write_file_durably
 from rollstream.store.keys import KeyStates
 from rollstream.store.manifest import (
@@ -196,7 +196,6 @@ def _open(prepared: Prepared) -> RunDirectory:
     root, mode = prepared.run_dir, prepared.settings.generation.resume
     lock = lock_run(root)
     try:
-        finish_extend(root)
         if mode != "never":
             _adopt(root, prepared)
         if mode == "extend":
@@ -382,7 +381,12 @@ class _Run:
         if complete and self._settings.final_merge and state.rows:
             try:
                 self._waits.begin("merging")
-                artifact_rows = await self._interruptible(lambda cancelled: run.merge(cancelled=cancelled))
+                keep = self._settings.keep_batches
+                artifact_rows = await self._interruptible(
+                    lambda cancelled: run.merge(keep_batches=keep, cancelled=cancelled)
+                )
+                if not keep:
+                    self._write_checkpoint()
                 self._waits.begin("exporting")
                 not_exported = await self._export()
             except StoppedEarly:

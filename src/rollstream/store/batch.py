@@ -357,11 +357,7 @@ def _append_line(path: Path, line: bytes) -> None:
 
 
 def _sums_file(path: Path) -> Path:
-    return (
-        path.with_name("_SHA256SUMS")
-        if path.parent.name in ("batches", "removed")
-        else Path(f"{path}.sha256")
-    )
+    return path.with_name("_SHA256SUMS") if path.parent.name == "batches" else Path(f"{path}.sha256")
 
 
 def note_digest(path: Path, *, of: Path | None = None) -> None:

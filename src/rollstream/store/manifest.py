@@ -19,7 +19,7 @@ from rollstream.untrusted import read_regular
 FORMAT = "rollstream.run/2"
 
 DATASET_IDENTITY = "data.rows"
-"""Identity keys below this one describe the dataset's rows; `resume=extend` allows them to differ."""
+"""Identity keys below this one describe the dataset's rows."""
 
 LOOP_IDENTITY = "agent.loops."
 """Before the name of an agent loop: the identity key of its code and options."""
@@ -233,26 +233,29 @@ def only_reward_differs(
     )
 
 
+def extends(difference: tuple[str, Any, Any]) -> bool:
+    """Whether `resume=extend` allows a difference: other dataset rows, or more rollouts of each."""
+    key, before, after = difference
+    return key.startswith(DATASET_IDENTITY) or (key == "rollout.n" and after > before)
+
+
 def check_identity(run_dir: Path, old: Mapping[str, Any], new: Mapping[str, Any], *, extend: bool) -> bool:
-    """Whether the dataset's rows differ; raises `IdentityMismatchError` for any other difference.
+    """Whether anything differs; raises `IdentityMismatchError` for what may not.
 
     Args:
         run_dir: for the message.
         old: identity in the run directory.
         new: identity asked for.
-        extend: whether different dataset rows are allowed.
+        extend: whether differences that extend the run are allowed.
     """
     differences = identity_differences(old, new)
-    rows_differ = any(key.startswith(DATASET_IDENTITY) for key, _, _ in differences)
-    refused = [d for d in differences if not (extend and d[0].startswith(DATASET_IDENTITY))]
+    refused = [one for one in differences if not (extend and extends(one))]
     if not refused:
-        return rows_differ
+        return bool(differences)
     lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, before, after in refused)
-    only_rows = all(key.startswith(DATASET_IDENTITY) for key, _, _ in refused)
     hint = (
-        "If the dataset grew or was reordered, generation.resume=extend keeps what was done for rows "
-        "that are still there."
-        if only_rows
+        "If rows were appended, or n grew, generation.resume=extend goes on with them."
+        if all(map(extends, refused))
         else "Use another --output (trainer.default_local_dir) for the new run, or the old settings to continue."
     )
     raise IdentityMismatchError(

@@ -37,12 +37,10 @@ class RunPaths:
         self.logs = root / "logs"
         self.damaged = root / "damaged"
         """Damaged files that were moved out of the way."""
-        self.removed = root / "removed"
-        """Batches with rollouts of prompt rows that an extended dataset does not have."""
 
     def has_data(self) -> bool:
         """Whether anything was ever finished here."""
-        kept = (self.artifact.exists(), self.damaged.is_dir(), self.removed.is_dir())
+        kept = (self.artifact.exists(), self.damaged.is_dir())
         files = (self.journal_numbers(), self.batch_numbers(), self.failure_files(), missing_batches(self))
         return any(kept) or any(files)
 

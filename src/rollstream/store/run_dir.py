@@ -10,12 +10,12 @@ from typing import Literal
 import msgspec
 
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
-from rollstream.store.batch import DamagedFileError
+from rollstream.store.batch import DamagedFileError, forget_digests
 from rollstream.store.journal import sync_folder, write_file_durably
 from rollstream.store.lock import RunLock
 from rollstream.store.manifest import Manifest, check_identity, read_manifest, write_manifest
-from rollstream.store.merge import merge_batches
-from rollstream.store.paths import RunPaths
+from rollstream.store.merge import merge_batches, merged_batches
+from rollstream.store.paths import RunPaths, missing_batches
 from rollstream.store.recovery import RunState, quarantine_batch, recover
 from rollstream.store.scores import score_folder
 from rollstream.trajectory import LogprobKind
@@ -48,8 +48,11 @@ class RunDirectory:
         self.manifest = msgspec.structs.replace(self.manifest, logprobs=kind)
         write_manifest(self.paths.root, self.manifest)
 
-    def merge(self, *, cancelled: Callable[[], bool] = lambda: False) -> int:
+    def merge(self, *, keep_batches: bool = True, cancelled: Callable[[], bool] = lambda: False) -> int:
         """Merges the batches, in which everything is, into the artifact; returns its rows.
+
+        Without `keep_batches` they are deleted then, and the artifact becomes the batch, by a hard link. A crash in
+        between leaves the artifact, from which the next opening takes what has no batch.
 
         Raises:
             DamageError: a batch is damaged: it was moved away, and its rollouts are owed again.
@@ -66,6 +69,12 @@ class RunDirectory:
                 f"{self.paths.root} has {self.state.rows} trajectories, but its batches {rows}: not everything "
                 "could be sealed. What was counted as done is safe; run the same command again."
             )
+        if not keep_batches:
+            for number in merged_batches(self.paths, self.manifest.run_id):
+                self.paths.batch(number).unlink()
+            sync_folder(self.paths.batches)
+            forget_digests(self.paths.batches, set(missing_batches(self.paths)))
+            self.state = recover(self.paths, self.manifest)
         return rows
 
     def close(self) -> None:

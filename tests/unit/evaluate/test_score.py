@@ -24,7 +24,6 @@ from rollstream.store.find import find_trajectory
 from rollstream.store.merge import is_current
 from rollstream.store.merge_shards import merge_shards
 from rollstream.store.paths import RunPaths
-from rollstream.store.prune import prune_run
 from rollstream.store.scores import RECORDED, score_folder
 from rollstream.store.summary import first_reward_failure, read_status, read_unscored
 from rollstream.store.validate import validate_run
@@ -96,17 +95,12 @@ def merged(root: Path) -> None:
     export_run(root, "parquet")
 
 
-def pruned(root: Path) -> None:
-    merged(root)
-    prune_run(root, dry_run=False)
-
-
 def without_batches(root: Path) -> None:
     merged(root)
     shutil.rmtree(RunPaths(root).batches)
 
 
-@pytest.mark.parametrize("made", [None, merged, pruned, without_batches])
+@pytest.mark.parametrize("made", [None, merged, without_batches])
 def test_all_that_read_a_run_see_the_scores_that_count(
     tmp_path: Path, made: Callable[[Path], None] | None
 ) -> None:

@@ -15,7 +15,6 @@ from rollstream.store.batch import RECORDED
 from rollstream.store.columns import Part, RunColumns
 from rollstream.store.manifest import read_manifest
 from rollstream.store.merge import merge_batches
-from rollstream.store.prune import prune_run
 from rollstream.store.summary import read_failures
 from rollstream.view import reader
 from tests.support.view_runs import (
@@ -48,14 +47,14 @@ def contents(root: Path) -> dict[str, bytes]:
     }
 
 
-@example([("write", 3), ("look", 0), ("seal", 0), ("prune", 0), ("write", 1), ("fail", 0), ("look", 0)])
-@example([("seal", 0), ("write", 1), ("seal", 0), ("prune", 0), ("write", 1), ("seal", 0)])
+@example([("write", 3), ("look", 0), ("seal", 0), ("alone", 0), ("write", 1), ("fail", 0), ("look", 0)])
+@example([("seal", 0), ("write", 1), ("seal", 0), ("alone", 0), ("write", 1), ("seal", 0)])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.one_of(
             st.tuples(st.just("write"), st.integers(1, 4)),
-            st.tuples(st.sampled_from(["seal", "look", "merge", "prune", "fail"]), st.just(0)),
+            st.tuples(st.sampled_from(["seal", "look", "merge", "alone", "fail"]), st.just(0)),
         ),
         min_size=2,
         max_size=12,
@@ -73,11 +72,14 @@ def test_a_run_that_is_followed_is_as_one_that_is_read_at_its_end(
         columns = columns_of(root)
         before = table(columns)
         for step, count in steps:
-            if step in ("merge", "prune"):
+            if step == "merge":
                 with opened(root, prompts=100) as run:
                     merge_batches(run.paths, run.manifest.run_id_bytes)
-                if step == "prune":
-                    prune_run(root, dry_run=False)
+            elif step == "alone":
+                async with writing(root, prompts=100):
+                    pass
+                with opened(root, prompts=100) as run:
+                    run.merge(keep_batches=False)
             else:
                 async with writing(root, prompts=100, seal=step == "seal") as writer:
                     for _ in range(count):

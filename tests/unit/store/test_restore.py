@@ -1,4 +1,4 @@
-"""Rollouts are generated again only where no intact copy is left; pruning and stale exports."""
+"""Rollouts are generated again only where no intact copy is left; stale exports."""
 
 import shutil
 from collections.abc import Awaitable, Callable
@@ -8,7 +8,6 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
-from rollstream.cli import main
 from rollstream.errors import DamageError, StorageError
 from rollstream.store.export.files import note_export, zip_batches
 from rollstream.store.export.run import export_run
@@ -16,7 +15,6 @@ from rollstream.store.find import find_trajectory
 from rollstream.store.lock import locked
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
-from rollstream.store.prune import prune_run
 from rollstream.store.summary import read_status, write_checkpoint
 from rollstream.store.validate import repair_run, validate_run
 from tests.unit.store.fabric import commit_all, failure, flip, keys_in, merge, merged_run, open_dir, rollout
@@ -131,34 +129,26 @@ async def test_row_groups_that_can_be_read_survive_damage_in_others(tmp_path: Pa
     assert (tmp_path / "damaged" / Path(name).name).exists()
 
 
-async def test_prune_leaves_one_file_under_two_names(tmp_path: Path) -> None:
+def merge_alone(root: Path) -> None:
+    """Merges, and keeps the artifact as the only batch (`generation.keep_batches=false`)."""
+    with open_dir(root) as run:
+        run.merge(keep_batches=False)
+        write_checkpoint(run.paths, run.manifest, run.state, total=run.state.keys.done)
+
+
+async def test_without_its_batches_a_run_is_one_file_under_two_names(tmp_path: Path) -> None:
     paths = await merged(tmp_path)
-    would = prune_run(tmp_path, dry_run=True)
-    assert (len(would.batches), paths.batch_numbers()) == (4, [0, 1, 2, 3])
-    assert prune_run(tmp_path, dry_run=False) == would
+    merge_alone(tmp_path)
     [number] = paths.batch_numbers()
     assert paths.batch(number).samefile(paths.artifact)
     result, status = validate_run(tmp_path), read_status(tmp_path)
     assert (result.sound, result.notes, result.rows) == (True, [], len(KEYS))
     assert (status.stale, status.artifact_rows, status.damage) == ([], 0, [])
-    assert prune_run(tmp_path, dry_run=False).batches == []
     await commit_all(tmp_path, [rollout(ROLLOUTS), failure(99)])
     assert read_status(tmp_path).stale == ["trajectories.parquet"]
-    merge(tmp_path)
+    merge_alone(tmp_path)
     assert keys_in(paths.artifact) == [*KEYS, (ROLLOUTS, 0, 0)]
-    assert len(prune_run(tmp_path, dry_run=False).batches) == 2
-    assert validate_run(tmp_path).sound
-
-
-async def test_prune_deletes_nothing_beside_a_damaged_artifact(tmp_path: Path) -> None:
-    paths = await merged(tmp_path)
-    whole = paths.artifact.read_bytes()
-    for share in (0.1, 0.5, 0.9):
-        flip(paths.artifact, share)
-        with pytest.raises(DamageError, match=r"trajectories\.parquet"):
-            prune_run(tmp_path, dry_run=False)
-        paths.artifact.write_bytes(whole)
-    assert paths.batch_numbers() == [0, 1, 2, 3]
+    assert len(paths.batch_numbers()) == 1 and validate_run(tmp_path).sound
 
 
 @pytest.mark.parametrize("name", ["parquet", "zip"])
@@ -166,7 +156,7 @@ async def test_a_damaged_artifact_that_is_the_only_copy_is_handed_on_to_nobody(
     tmp_path: Path, name: str
 ) -> None:
     paths = await merged(tmp_path / "run")
-    prune_run(paths.root, dry_run=False)
+    merge_alone(paths.root)
     flip(paths.artifact, 0.1)  # in a page that no key stands in
     with pytest.raises(DamageError):
         export_run(paths.root, name, tmp_path / "copy")
@@ -182,14 +172,6 @@ async def test_what_may_not_be_written_is_exported_from_intact_batches(tmp_path:
     with locked(paths.root):
         export_run(paths.root, "parquet", tmp_path / "copy.parquet")
     assert pq.read_table(tmp_path / "copy.parquet").equals(whole)
-
-
-async def test_prune_keeps_what_was_sealed_after_the_merge(tmp_path: Path) -> None:
-    paths = await merged(tmp_path)
-    await commit_all(tmp_path, [rollout(ROLLOUTS)])
-    assert [path.name[-9] for path in prune_run(tmp_path, dry_run=False).batches] == ["0", "1", "2", "3"]
-    merge(tmp_path)
-    assert keys_in(paths.artifact) == [*KEYS, (ROLLOUTS, 0, 0)]
 
 
 async def test_a_file_system_without_hard_links_gets_a_copy(
@@ -230,18 +212,6 @@ async def test_a_zip_of_batches_is_stale_once_there_are_more(tmp_path: Path) -> 
     assert read_status(tmp_path).stale == []
     await commit_all(tmp_path, [rollout(1)])
     assert read_status(tmp_path).stale == ["trajectories.zip"]
-
-
-async def test_the_command_asks_before_it_deletes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = await merged(tmp_path)
-    assert main(["prune", str(tmp_path)]) == 0
-    assert "nothing was deleted; --yes deletes them" in capsys.readouterr().out
-    assert len(paths.batch_numbers()) == 4
-    assert main(["prune", str(tmp_path), "--yes"]) == 0
-    assert "deleted 4 batches" in capsys.readouterr().out
-    assert main(["prune", str(tmp_path)]) == 0
-    assert "holds nothing twice" in capsys.readouterr().out
-    assert main(["status", str(tmp_path)]) == main(["validate", str(tmp_path)]) == 0
 
 
 async def copy_of_another_run(paths: RunPaths, target: Path) -> None:
