@@ -101,9 +101,6 @@ _KINDS: dict[str, tuple[Callable[[], Tokenizer], dict[str, Any], str]] = {
 }
 NAMES = ("demo", *_KINDS)
 
-WITHOUT_TRANSFORMERS = frozenset(NAMES) - {"not_quite_qwen", "llama2"}
-"""Those whose files say all."""
-
 
 def write(name: str, folder: Path) -> Path:
     """Writes a model folder with the named tokenizer, and returns it."""

@@ -15,15 +15,11 @@ import orjson
 
 from rollstream.chat.byte_level import ByteDecoder, WordEncoder, byte_decoder, word_encoder
 from rollstream.chat.template_form import TemplateForm
-from rollstream.chat.tokenizer_files import ChatTemplate, compile_template, read_json, read_tokenizer
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import Message
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
 """Files that hold a vocabulary, by their usual names; for messages."""
-
-_FILES = ["*token*.json", "config.json", "generation_config.json", "*.jinja"]
-"""What is fetched of a model on the hub."""
 
 _CHARS_A_TOKEN = 8
 """Usual text has fewer. A conversation that has more for each token of the model's length is counted in pieces."""
@@ -36,7 +32,7 @@ _PROBE = " ".join(string.ascii_letters + string.digits)
 
 
 class ChatTokenizer:
-    """A Hugging Face tokenizer with its chat template. Loaded without torch."""
+    """A Hugging Face tokenizer with its chat template."""
 
     makes_ids: ClassVar[bool] = True
     """Whether there is a tokenizer at all; see `NoTokenizer`."""
@@ -330,7 +326,7 @@ def load_tokenizer(
     template_kwargs: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> ChatTokenizer:
-    """Loads the tokenizer of a model.
+    """Loads the tokenizer of a model by transformers.
 
     Args:
         path: folder or hub name.
@@ -341,18 +337,16 @@ def load_tokenizer(
     Raises:
         ConfigError: no tokenizer there, one without a vocabulary, or it has no chat template.
     """
-    local = Path(path).expanduser()
-    if path.startswith((".", "/", "~")) and not local.is_dir():
+    folder = Path(path).expanduser()
+    if path.startswith((".", "/", "~")) and not folder.is_dir():
         raise ConfigError(f"model folder {path} does not exist (actor_rollout_ref.model.path)")
-    folder = local if local.is_dir() else _download(path)
-    tokenizer = None if folder is None else read_tokenizer(folder)
-    if tokenizer is None:
-        tokenizer = _load_by_transformers(str(local) if local.is_dir() else path, trust_remote_code)
+    name = str(folder) if folder.is_dir() else path
+    tokenizer = _from_pretrained(name, trust_remote_code)
     if _is_empty(tokenizer):
         # transformers makes one without a word when the files with the vocabulary are not there.
         raise ConfigError(
             f"the tokenizer at {path!r} has no vocabulary: "
-            f"{_missing_files(local) or 'its files hold no tokens'}. Put the tokenizer's files there, or "
+            f"{_missing_files(folder) or 'its files hold no tokens'}. Put the tokenizer's files there, or "
             "name a folder that has them by actor_rollout_ref.model.tokenizer_path"
         )
     if custom_chat_template is not None:
@@ -365,55 +359,57 @@ def load_tokenizer(
             f"the tokenizer at {path!r} has no chat template; give one by "
             "actor_rollout_ref.model.custom_chat_template=FILE.jinja"
         )
-    _check_templates(tokenizer.chat_template, custom_chat_template or f"of the tokenizer at {path!r}")
-    end_ids = [] if folder is None else _generation_end_ids(folder)
-    return ChatTokenizer(tokenizer, template_kwargs=template_kwargs, end_ids=end_ids)
+    _check_syntax(tokenizer, custom_chat_template or f"of the tokenizer at {path!r}")
+    return ChatTokenizer(tokenizer, template_kwargs=template_kwargs, end_ids=_generation_end_ids(name))
 
 
-def _download(name: str) -> Path | None:
-    """The folder with a hub model's tokenizer files; None if they cannot be had, which transformers tells."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_FILES))
-    except Exception:
-        return None
-
-
-def _load_by_transformers(path: str, trust_remote_code: bool) -> Any:
+def _from_pretrained(path: str, trust_remote_code: bool) -> Any:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     logging.getLogger("transformers").setLevel(logging.ERROR)
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-            backend.no_truncation()  # a length in tokenizer.json would cut prompts without a word
-        return tokenizer
     except Exception as error:
-        reason = _missing_files(Path(path)) or next(
-            iter(str(error).strip().splitlines()), type(error).__name__
-        )
+        reason = _missing_files(Path(path)) or str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
             f"no tokenizer found at {path!r}: {reason.rstrip('.')}. actor_rollout_ref.model.path (or tokenizer_path) "
             "must be a folder with tokenizer files, or a hub name that can be reached."
         ) from error
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        backend.no_truncation()  # a length in tokenizer.json would cut prompts without a word
+        backend.no_padding()
+    return tokenizer
 
 
-def _check_templates(template: ChatTemplate, where: str) -> None:
-    for source in template.values() if isinstance(template, dict) else [template]:
+def _check_syntax(tokenizer: Any, where: str) -> None:
+    """Raises `ConfigError` for a chat template that is not Jinja; what it does with messages is seen later."""
+    templates = tokenizer.chat_template
+    for source in templates.values() if isinstance(templates, dict) else [templates]:
         try:
-            compile_template(source)
+            tokenizer.apply_chat_template([{"role": "user"}], chat_template=source, tokenize=False)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
                 f"the chat template {where} is broken: line {error.lineno}: {error.message}"
             ) from error
+        except Exception:  # no template has to take a message without content
+            continue
 
 
-def _generation_end_ids(folder: Path) -> list[int]:
+def _generation_end_ids(path: str) -> list[int]:
     """End tokens that `generation_config.json` names, where there is one."""
-    given = (read_json(folder / "generation_config.json") or {}).get("eos_token_id")
-    return [i for i in (given if isinstance(given, list) else [given]) if isinstance(i, int)]
+    from transformers import GenerationConfig
+
+    is_folder = Path(path).is_dir()
+    if is_folder and not (Path(path) / "generation_config.json").is_file():
+        return []
+    try:
+        eos = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError as error:
+        if is_folder:
+            raise ConfigError(f"{path}: generation_config.json cannot be read ({error})") from error
+        return []
+    return [i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)]
 
 
 def _is_empty(tokenizer: Any) -> bool:
