@@ -274,14 +274,6 @@ async def test_what_is_not_done_as_asked_is_noted(
     assert request.sampling.seed not in (5, None)
 
 
-async def test_notes_are_short_whatever_a_parameter_is_called() -> None:
-    async with served(await started()) as client:
-        given = {"x" * 5000: "y" * 5000, "tools": [{"type": "z" * 5000}]}
-        assert (await client.post({**ASK[CHAT], **given}))[0] == 200
-        (trajectory,) = client.recorder.trajectories()
-    assert [len(note) < 250 for note in trajectory.extra["gateway"]["notes"]] == [True, True]
-
-
 async def test_a_strict_gateway_refuses_what_it_does_not_do() -> None:
     engine = await started()
     async with served(engine, strict=True) as client:

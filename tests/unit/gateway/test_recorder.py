@@ -4,8 +4,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rollstream.agent.base import AgentLoop
 from rollstream.errors import DataError, EngineUnavailableError
@@ -117,60 +115,6 @@ async def test_results_in_a_rewritten_history_say_what_was_called() -> None:
     result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "wet"}
     await ask(recorder, [user("Nice?"), call, result])
     assert tokenizer.decode(list(engine.requests[-1].prompt_ids)).endswith("weather: wet")
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.booleans()), min_size=1, max_size=8))
-@settings(max_examples=20)
-def test_any_history_is_exact(steps: list[tuple[int, int, bool]]) -> None:
-    """Each call takes an earlier conversation, cuts it off somewhere, and adds something."""
-
-    async def play() -> None:
-        engine = await started(response_tokens=5, vocab_size=512)
-        recorder, _ = recorder_of(engine)
-        histories: list[list[Any]] = [[]]
-        for which, cut, edit in steps:
-            history = histories[which % len(histories)]
-            history = history[: max(0, len(history) - cut)]
-            if edit and history:
-                history = [*history[:-1], {**history[-1], "content": "changed"}]
-            messages = [*history, user(f"{which} {cut}")]
-            histories.append([*messages, await ask(recorder, messages)])
-        check_exact(engine, recorder.trajectories())
-
-    asyncio.run(play())
-
-
-async def test_a_fork_has_the_sampled_ids_as_context() -> None:
-    # Ids that no tokenizer would make of their text: a re-encoding would show.
-    tokenizer = demo_tokenizer()
-    odd = [tokenizer.encode(letter)[0] for letter in "answer"] + tokenizer.encode(END)
-    assert tokenizer.encode(tokenizer.decode(odd, skip_special_tokens=False)) != odd
-    engine = await started(lambda request: odd)
-    recorder, _ = recorder_of(engine)
-    first = [user("q")]
-    first.append(await ask(recorder, first))
-    await ask(recorder, [*first, user("left")])
-    await ask(recorder, [*first, user("right")])
-    left, right = recorder.trajectories()
-    check_exact(engine, [left, right])
-    assert right.prompt_ids[: len(left.prompt_ids) + len(odd)] == [*left.prompt_ids, *odd]
-    assert (left.num_turns, right.num_turns) == (4, 4)
-
-
-async def test_answers_at_once_are_lines_of_their_own() -> None:
-    engine = await started(response_tokens=4, latency=0.01)
-    recorder, _ = recorder_of(engine)
-    await asyncio.gather(*(ask(recorder, [user("same")]) for _ in range(5)))
-    trajectories = recorder.trajectories()
-    assert len(trajectories) == 5
-    check_exact(engine, trajectories)
-    assert len({request.request_id for request in engine.requests}) == 5
-    assert len({request.sampling.seed for request in engine.requests}) == 5
-    # One of them goes on, twice at once: the second is a fork.
-    first = [user("same"), recorder.session.turns[0].message]
-    await asyncio.gather(*(ask(recorder, [*first, user("more")]) for _ in range(2)))
-    assert len(recorder.trajectories()) == 6
-    check_exact(engine, recorder.trajectories())
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -293,25 +237,6 @@ async def test_a_client_that_goes_away_leaves_the_conversation_as_it_was() -> No
     (trajectory,) = recorder.trajectories()
     assert sum(trajectory.response_mask) == 8
     assert not broken.done()
-
-
-async def test_max_tokens_of_a_call_and_what_follows_a_cut_answer() -> None:
-    engine = await started(response_tokens=50)
-    recorder, _ = recorder_of(engine)
-    message = await ask(recorder, [user("q")], max_tokens=3)
-    assert engine.completions[0][1].finish_reason == "length"
-    await ask(recorder, [user("q"), message, user("go on")])
-    (trajectory,) = recorder.trajectories()
-    check_exact(engine, [trajectory])
-    assert demo_tokenizer().decode(trajectory.response_ids, skip_special_tokens=False).count(END) >= 2
-
-
-async def test_without_logprobs() -> None:
-    engine = await started(response_tokens=4)
-    recorder, _ = recorder_of(engine, logprobs=False)
-    await ask(recorder, [user("q")])
-    (trajectory,) = recorder.trajectories()
-    assert trajectory.response_logprobs is None
 
 
 async def test_results_in_a_rewritten_history_are_shown_by_a_template_without_a_role_for_them() -> None:

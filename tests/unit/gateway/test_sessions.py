@@ -175,19 +175,6 @@ def test_any_calls_are_exact(steps: list[tuple[str, int, int, str | None, int]],
         client.check(data.draw(st.sets(st.sampled_from(sorted(client.sampled)))))
 
 
-@given(st.permutations(range(4)), st.permutations(range(4)))
-def test_of_calls_at_once_it_makes_no_difference_which_is_faster(begun: list[int], ended: list[int]) -> None:
-    found = []
-    for first, last in ((range(4), range(4)), (begun, ended)):
-        session = Session(Plain(), name="s", logprobs=False)
-        asks = {at: session.begin([user(f"q {at // 2}")], []) for at in first}
-        for at in last:
-            message = {"role": "assistant", "content": str(at)}
-            session.answer(asks[at], str(at), message, Completion([10_000 + at], None, "stop"))
-        found.append([(one.prompt_ids, one.response_ids) for one in trajectories_of(session)])
-    assert found[0] == found[1]
-
-
 @given(st.integers(1, 6), st.integers(0, 5), st.sampled_from(["", "edited", "tools", "cut"]))
 def test_what_a_later_call_does_to_segments(turns: int, at: int, change: str) -> None:
     """Calls that extend the conversation are one trajectory; one that edits it begins another."""
@@ -213,49 +200,6 @@ def test_what_a_later_call_does_to_segments(turns: int, at: int, change: str) ->
         known = 0 if change == "tools" else at // 2
         owed = [token for turn in range(known) for token in client.sampled[str(turn)]]
         assert [token for token in trajectories[1].prompt_ids if token >= 10_000] == owed
-
-
-def test_two_that_were_told_the_same_both_go_on() -> None:
-    client = Client()
-    told = [client.answer(ask, content="same") for ask in [client.begin([user("q")]) for _ in range(2)]]
-    for message in told:
-        client.ask([user("q"), message, user("more")])
-    assert [one.num_turns for one in client.check()] == [4, 4]
-
-
-def test_calls_open_at_once() -> None:
-    client = Client()
-    first = client.ask([user("q")])
-    more = [*first, user("more")]
-    one, two = client.begin(more), client.begin(more)
-    assert one.request_id == "s" != two.request_id
-    second = [*more, client.answer(two)]
-    client.answer(one)
-    assert [t.num_turns for t in client.check()] == [4, 4]
-    # The answer that was asked for first continues the segment, in whatever order they end.
-    assert [len(t.response_mask) for t in trajectories_of(client.session)] == [2, 10]
-    client.ask([*second, user("and more")])
-    assert len(client.check()) == 2
-
-
-def test_a_call_that_is_given_up_leaves_nothing_behind() -> None:
-    client = Client()
-    first = client.ask([user("q")])
-    client.session.give_up(client.begin([*first, user("more")]))
-    client.session.give_up(client.begin([user("other")]))
-    client.ask([*first, user("more")])
-    assert len(client.check()) == 1
-
-
-def test_answers_that_do_not_count_end_no_trajectory() -> None:
-    client = Client()
-    messages: list[Message] = []
-    for turn in range(3):
-        messages = client.ask([*messages, user(f"turn {turn}")])
-    client.ask([user("a helper's question")])
-    (trajectory,) = client.check({"0", "1"})
-    assert sum(trajectory.response_mask) == 4
-    assert client.check(set()) == []
 
 
 def test_policy_versions_and_finish_reasons() -> None:

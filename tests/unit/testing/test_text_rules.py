@@ -44,20 +44,6 @@ async def test_a_rule_may_want_the_request_and_be_async() -> None:
     assert tokenizer().decode((await ask(with_default)).token_ids) == "!"
 
 
-async def test_logprobs_depend_on_prompt_and_seed_only() -> None:
-    rule = answer_by_text(tokenizer(), lambda prompt: "12345")
-    first, again, other = await ask(rule), await ask(rule), await ask(rule, seed=2)
-    assert first.logprobs == again.logprobs != other.logprobs
-    assert len(first.logprobs or []) == len(first.token_ids)
-
-
-async def test_a_text_that_is_cut_ends_with_length() -> None:
-    rule = answer_by_text(tokenizer(), lambda prompt: "1 2 3 4 5 6 7 8 9")
-    whole, cut = await ask(rule), await ask(rule, max_tokens=4)
-    assert cut.token_ids == whole.token_ids[:4]
-    assert (whole.finish_reason, cut.finish_reason) == ("stop", "length")
-
-
 async def test_what_the_rule_raises_is_raised_and_an_unknown_end_is_an_error() -> None:
     def broken(prompt: str) -> str:
         raise LookupError("no answer to this")
