@@ -29,7 +29,7 @@ MODULES: dict[str, Collection[str]] = {
     "evaluate": (),
     "integrations.trl": (),
     "buffer.client": (),
-    "buffer.generation": ("run_generation",),
+    "integrations.slime.generation": ("run_generation",),
     "trajectory": (),
     "testing": (),
 }

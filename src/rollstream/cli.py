@@ -19,11 +19,11 @@ from rollstream.demo import init as beginning
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.evaluate import command as evaluation
 from rollstream.evaluate import score_command as scoring
-from rollstream.gateway import command as gateway
 from rollstream.generation import main as generation  # light, as everything here must be
 from rollstream.generation.main import guarded, parse
 from rollstream.integrations.verifiers import command as verifiers
 from rollstream.serving import main as serving
+from rollstream.sessions import command as gateway
 from rollstream.stderr_log import at_work
 from rollstream.untrusted import printable
 from rollstream.view import command as view
@@ -378,9 +378,9 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
+    from rollstream.integrations.exports.examples import PreferenceOptions, SftOptions
     from rollstream.stderr_log import log_to_stderr
     from rollstream.store.export.dataproto import DataProtoOptions
-    from rollstream.store.export.examples import PreferenceOptions, SftOptions
     from rollstream.store.export.run import ExportOptions, export_run
 
     log_to_stderr(times=False)
@@ -401,7 +401,7 @@ def _export(options: argparse.Namespace) -> int:
         if given and options.format != name:
             raise ConfigError(f"{', '.join(given)}: for --format {name}, not {options.format}")
     if options.push is not None:
-        from rollstream.store.export.hf import check_login, push_folder
+        from rollstream.integrations.exports.hf import check_login, push_folder
 
         if options.format != "hf":
             raise ConfigError("--push uploads a dataset: --format hf")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.atif import check_atif
-from tests.unit.store.export.test_interchange import documents_of, odd_trajectories
+from tests.unit.integrations.exports.test_interchange import documents_of, odd_trajectories
 
 harbor = pytest.importorskip("harbor.models.trajectories", reason="Harbor needs Python 3.12")
 

@@ -13,7 +13,7 @@ from rollstream.evaluate.metrics import mean_of, pass_at_k, pass_hat_k, summariz
 from rollstream.evaluate.samples import samples_of
 from rollstream.store.export.run import export_run
 from tests.support.view_runs import failure, rollout
-from tests.unit.store.export.test_interchange import a_run
+from tests.unit.integrations.exports.test_interchange import a_run
 
 scorer = pytest.importorskip("inspect_ai.scorer", reason="inspect_ai is in an environment of its own")
 

@@ -264,7 +264,7 @@ async def test_the_template_for_an_agent_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_the_template_is_the_shipped_generator() -> None:
-    shipped = ROOT / "src" / "rollstream" / "buffer" / "builtin" / "math_generator.py"
+    shipped = ROOT / "src" / "rollstream" / "integrations" / "slime" / "builtin" / "math_generator.py"
     assert (ROOT / "examples" / "buffer" / "math_generator.py").read_bytes() == shipped.read_bytes()
 
 

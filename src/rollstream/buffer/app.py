@@ -10,10 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
 import rollstream
-from rollstream.buffer.hooks import HookError
 from rollstream.buffer.items import ItemError
 from rollstream.buffer.routes_native import NativeRoutes
-from rollstream.buffer.routes_slime import SlimeRoutes, render_slime_error
 from rollstream.buffer.service import BufferOptions, Service, closing_error
 from rollstream.errors import (
     BufferFullError,
@@ -25,6 +23,8 @@ from rollstream.errors import (
     StorageError,
     StorageFullError,
 )
+from rollstream.integrations.slime.hooks import HookError
+from rollstream.integrations.slime.routes import SlimeRoutes, render_slime_error
 from rollstream.web import Access, HTTPError, Limits, Request, Route, WebServer, openapi
 
 _BODIES: Final = 128 * 2**20

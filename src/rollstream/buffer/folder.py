@@ -7,13 +7,13 @@ from typing import Any, Self
 import msgspec
 import orjson
 
-from rollstream.buffer.generator_files import GeneratorFiles
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.reads import TaskPolicy
 from rollstream.buffer.store.base import described, listed
 from rollstream.buffer.store.sql import SqlStore
 from rollstream.buffer.store.sqlite import FILE, SqliteDriver
 from rollstream.errors import NotFoundError, RunDirectoryError
+from rollstream.integrations.slime.generator_files import GeneratorFiles
 
 
 class BufferFolder:

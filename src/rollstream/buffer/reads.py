@@ -19,13 +19,13 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 from aiohttp import web
 
-from rollstream.buffer.generator_files import GeneratorFiles
 from rollstream.buffer.groups import GroupSettings, StoredItem, Verdict, finish_group, summarize_rewards
-from rollstream.buffer.hooks import FINISHING, HookError
 from rollstream.buffer.items import Encoding, dump_list
 from rollstream.buffer.store.base import Change, Group, JobRecord, Judged, Removal, Taken, Wanted
 from rollstream.buffer.store.sql import SqlStore
 from rollstream.errors import ConflictError, RollstreamError
+from rollstream.integrations.slime.generator_files import GeneratorFiles
+from rollstream.integrations.slime.hooks import FINISHING, HookError
 from rollstream.web import Request
 
 _LOG = logging.getLogger(__name__)

@@ -15,9 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from rollstream.buffer.generator_files import GeneratorFiles
 from rollstream.buffer.groups import GroupSettings, summarize_rewards
-from rollstream.buffer.hook_process import HookProcess
 from rollstream.buffer.items import (
     Encoding,
     Item,
@@ -26,13 +24,15 @@ from rollstream.buffer.items import (
     parse_nth,
     split_batch,
 )
-from rollstream.buffer.jobs import Jobs
-from rollstream.buffer.payload_rules import PayloadRules
 from rollstream.buffer.reads import Reads, Scope, TaskPolicy
 from rollstream.buffer.store.base import Change, Group, GroupState, Limits, Stats, Taken
 from rollstream.buffer.store.sql import Driver, SqlStore
 from rollstream.buffer.store.sqlite import SqliteDriver
 from rollstream.errors import BufferFullError, ConfigError, RollstreamError, RunDirectoryError
+from rollstream.integrations.slime.generator_files import GeneratorFiles
+from rollstream.integrations.slime.hook_process import HookProcess
+from rollstream.integrations.slime.jobs import Jobs
+from rollstream.integrations.slime.payload_rules import PayloadRules
 from rollstream.store.lock import LockHeldError, RunLock
 from rollstream.surrogates import replace_in_json
 from rollstream.web import HTTPError

@@ -1,1 +1,1 @@
-"""Door 4: calls of a chat API, answered by the run's engine and recorded as exact-token trajectories."""
+"""Calls of a chat API, answered by the run's engine and recorded as exact-token trajectories."""

@@ -17,7 +17,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.data_utils import apply_chat_template
 
 from demo_model.chats import CALCULATOR
-from rollstream.store.export.examples import SftOptions, export_preference, export_sft
+from rollstream.integrations.exports.examples import SftOptions, export_preference, export_sft
 from tests.compat.trl.parts import MODEL, TOOLS, load
 from tests.faults.runs import rows_of
 from tests.support.chats import chat_artifact

@@ -15,7 +15,7 @@ import pandas
 from transformers import AutoTokenizer
 
 from rollstream.demo import MODEL_PATH
-from rollstream.store.export.examples import SftOptions, export_preference, export_sft
+from rollstream.integrations.exports.examples import SftOptions, export_preference, export_sft
 from tests.support.chats import chat_artifact
 
 

@@ -11,8 +11,8 @@ import pytest
 from rollstream.agent.registry import AgentLoops, LoopEntry
 from rollstream.evaluate.samples import samples_of
 from rollstream.gateway.function_agent import FunctionAgent
+from rollstream.integrations.exports.examples import export_preference, export_sft
 from rollstream.rollout.worker import RolloutWorker
-from rollstream.store.export.examples import export_preference, export_sft
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
 from rollstream.training.plan import PlannedGroup
 from rollstream.training.rollout_groups import RolloutGroups
@@ -28,7 +28,7 @@ from tests.unit.agent.rollouts import (
     resources,
     started,
 )
-from tests.unit.gateway.test_service import MemorySink, serving
+from tests.unit.sessions.test_service import MemorySink, serving
 from tests.unit.store.export.artifacts import write_artifact
 
 TOOL = {

@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
+from rollstream.integrations.exports.examples import SftOptions
 from rollstream.store.batch import seal_journal
-from rollstream.store.export.examples import SftOptions
 from rollstream.store.export.files import FILE_NAMES, export_jsonl, read_rows
 from rollstream.store.export.run import ExportOptions, export_run
 from rollstream.store.find import find_trajectory

@@ -29,7 +29,6 @@ import orjson
 
 from rollstream.buffer.groups import StoredItem, drop_reason, judge_rewards
 from rollstream.buffer.items import InstanceId, Item, plain_item
-from rollstream.buffer.payload_rules import remainder
 from rollstream.buffer.store.base import (
     Acked,
     Change,
@@ -56,6 +55,7 @@ from rollstream.errors import (
     StorageError,
     StorageFullError,
 )
+from rollstream.integrations.slime.payload_rules import remainder
 
 _LOG = logging.getLogger(__name__)
 

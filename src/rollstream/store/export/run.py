@@ -16,6 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
+from rollstream.integrations.exports.examples import (
+    PreferenceOptions,
+    SftOptions,
+    export_preference,
+    export_sft,
+)
+from rollstream.integrations.exports.hf import check_replaceable, export_hf
+from rollstream.integrations.exports.interchange import export_atif, export_inspect
 from rollstream.store.batch import file_rows, require_intact, seal_journal
 from rollstream.store.export.dataproto import (
     DataProtoOptions,
@@ -23,15 +31,7 @@ from rollstream.store.export.dataproto import (
     dataproto_files,
     export_dataproto,
 )
-from rollstream.store.export.examples import (
-    PreferenceOptions,
-    SftOptions,
-    export_preference,
-    export_sft,
-)
 from rollstream.store.export.files import FILE_NAMES, export_jsonl, export_zip, note_export, replacing
-from rollstream.store.export.hf import check_replaceable, export_hf
-from rollstream.store.export.interchange import export_atif, export_inspect
 from rollstream.store.lock import locked
 from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.merge import is_current, merge_batches

@@ -25,13 +25,13 @@ from rollstream.data.prompts import PromptDataset
 from rollstream.errors import ConfigError
 from rollstream.gateway.app import SESSION_SHARE, Endpoint
 from rollstream.gateway.recorder import Limits
-from rollstream.gateway.service import LOOP, SessionService, render_error, translate
-from rollstream.gateway.sinks import BufferSink, RunSink
 from rollstream.generation.logs import log_to_file
 from rollstream.generation.setup import Prepared, identity_of, launches_on_ray, peek_manifest, prepare
 from rollstream.integrations.configured_groups import refuse_keys
 from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
 from rollstream.scratch import ScratchFolder
+from rollstream.sessions.service import LOOP, SessionService, render_error, translate
+from rollstream.sessions.sinks import BufferSink, RunSink
 from rollstream.stderr_log import log_to_stderr
 from rollstream.stop_signals import StoppedEarly, StopSignals, stop_signals
 from rollstream.store.manifest import new_manifest

@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from rollstream.cli import main as cli
 from rollstream.errors import ConfigError, StorageError
-from rollstream.store.export.hf import check_login, push_folder
+from rollstream.integrations.exports.hf import check_login, push_folder
 from tests.unit.store.export.artifacts import rollouts, trajectory
 from tests.unit.store.fabric import commit_all
 

@@ -19,17 +19,29 @@ from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.buffer.builtin import math_generator, tool_generator
-from rollstream.buffer.builtin.math_generator import as_number, compute_score, final_answer, same_answer
-from rollstream.buffer.generation import EpochOrder, Plan, Progress, make_item, read_settings, run_generation
-from rollstream.buffer.generator_process import GeneratorProcess
 from rollstream.buffer.items import MAX_TEXT, load_item
-from rollstream.buffer.payload_rules import PayloadRules
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.demo import MODEL_PATH
 from rollstream.engine.detect import DetectedServer
 from rollstream.engine.launch_process import reserve_port
 from rollstream.errors import ConfigError, DataError, EngineLostError
+from rollstream.integrations.slime.builtin import math_generator, tool_generator
+from rollstream.integrations.slime.builtin.math_generator import (
+    as_number,
+    compute_score,
+    final_answer,
+    same_answer,
+)
+from rollstream.integrations.slime.generation import (
+    EpochOrder,
+    Plan,
+    Progress,
+    make_item,
+    read_settings,
+    run_generation,
+)
+from rollstream.integrations.slime.generator_process import GeneratorProcess
+from rollstream.integrations.slime.payload_rules import PayloadRules
 from rollstream.testing.scripted import ScriptedRequest
 from rollstream.testing.stub_answers import book_rule
 from rollstream.testing.stub_chat import ChatStub
@@ -39,7 +51,7 @@ from rollstream.testing.text_rules import answer_by_text
 from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey, Trajectory
 
 TOKENIZER = load_tokenizer(str(MODEL_PATH))
-TOOLS = Path(__file__).parents[3] / "examples" / "calculator" / "tools.yaml"
+TOOLS = Path(__file__).parents[4] / "examples" / "calculator" / "tools.yaml"
 
 
 class KeepingBuffer(contextlib.AbstractAsyncContextManager["KeepingBuffer"]):
@@ -290,7 +302,7 @@ async def test_a_tokenizer_that_an_engine_names_is_below_the_inputs(
     async def detected(urls: Sequence[str], **_: Any) -> DetectedServer:
         return DetectedServer(urls[0], [*urls], "sglang", ("m",), str(model))
 
-    monkeypatch.setattr("rollstream.buffer.generation.detect_server", detected)
+    monkeypatch.setattr("rollstream.integrations.slime.generation.detect_server", detected)
     world.write(1)
     data = world.payload()
     del data["tokenizer_path"]
@@ -312,7 +324,7 @@ async def test_a_chat_template_without_end_ends_the_generator(world: World, tmp_
     world.write(1)
     file = tmp_path / "own_generator.py"
     file.write_text(
-        "from rollstream.buffer import generation\n"
+        "from rollstream.integrations.slime import generation\n"
         "def run_rollout(data):\n"
         "    generation.STUCK_S = 2.0\n"
         "    generation.run_generation(data, reward=lambda *_: 1.0)\n"

@@ -7,8 +7,8 @@ The payload names tools of the file that the server was started with: `"tools": 
 
 from typing import Any
 
-from rollstream.buffer.builtin.math_generator import compute_score
-from rollstream.buffer.generation import run_generation
+from rollstream.integrations.slime.builtin.math_generator import compute_score
+from rollstream.integrations.slime.generation import run_generation
 
 TASK_TYPE = "tool"
 

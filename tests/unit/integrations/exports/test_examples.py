@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from rollstream.errors import ConfigError
-from rollstream.store.export.examples import (
+from rollstream.integrations.exports.examples import (
     PreferenceOptions,
     SftOptions,
     export_preference,

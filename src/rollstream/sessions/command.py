@@ -65,6 +65,6 @@ def add_commands(doors: Any) -> None:
 
 def serve(options: argparse.Namespace) -> int:
     """Executes a parsed `gateway serve` command line; returns the exit code."""
-    from rollstream.gateway.serve import run
+    from rollstream.sessions.serve import run
 
     return run(options)

@@ -1,6 +1,6 @@
 """One run of a generator: a process below a reaper, its payload, its report and its log.
 
-    server --(pipe)--> reaper --> python -m rollstream.buffer.generator_process --> what it starts
+    server --(pipe)--> reaper --> python -m rollstream.integrations.slime.generator_process --> what it starts
 
 The reaper (`engine.reaper`) ends the generator and everything below it when the server is gone, SIGKILL
 included: two generators of one job would write every group twice. Payload and report are files without a

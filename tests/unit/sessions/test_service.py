@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollstream.errors import StorageError, TransientError
 from rollstream.gateway.app import Endpoint
-from rollstream.gateway.service import (
+from rollstream.sessions.service import (
     CreateSession,
     Ended,
     FinishSession,

@@ -8,10 +8,10 @@ from typing import Any, Final
 import orjson
 
 from rollstream.buffer.groups import Finished, GroupSettings, Verdict
-from rollstream.buffer.hook_process import GeneratorFile, HookProcess, Stored
-from rollstream.buffer.hooks import HookError
 from rollstream.buffer.items import Encoding, InstanceId
 from rollstream.errors import ConfigError
+from rollstream.integrations.slime.hook_process import GeneratorFile, HookProcess, Stored
+from rollstream.integrations.slime.hooks import HookError
 
 PATTERN: Final = "*_generator.py"
 

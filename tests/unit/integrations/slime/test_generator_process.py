@@ -15,8 +15,8 @@ from uuid import uuid4
 import orjson
 import pytest
 
-from rollstream.buffer.generator_process import GeneratorEnd, GeneratorProcess
 from rollstream.engine.reaper import marked
+from rollstream.integrations.slime.generator_process import GeneratorEnd, GeneratorProcess
 from tests.support.until import until
 
 
@@ -199,7 +199,7 @@ async def test_stop_ends_everything_also_where_the_guard_hangs(world: World, gua
 SERVER = """
 import asyncio, sys
 from pathlib import Path
-from rollstream.buffer.generator_process import GeneratorProcess
+from rollstream.integrations.slime.generator_process import GeneratorProcess
 file, log, mark = sys.argv[1:]
 async def main():
     about = {"log": Path(log), "netrc": Path(log + ".netrc"), "token": None, "mark": mark}

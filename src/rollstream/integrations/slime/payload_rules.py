@@ -20,7 +20,7 @@ _MAX_KEYS = 256
 """To compare an unknown one with the known ones takes about 0.1 ms."""
 _MAX_COUNT = 2**31 - 1
 _SHORT = 1000
-_DEMO_MODEL = Path(__file__).resolve().parents[1] / "demo" / "model"
+_DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 """The model that `rollstream serve` has by default."""
 
 _REPLACED = ("remote_buffer_url", "rollstream")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollstream.buffer.payload_rules import PayloadRules
 from rollstream.errors import ConfigError
+from rollstream.integrations.slime.payload_rules import PayloadRules
 
 quick = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 NOWHERE = Path("/nowhere")

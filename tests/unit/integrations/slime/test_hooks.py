@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from rollstream.buffer import groups
 from rollstream.buffer.groups import Group, GroupSettings, StoredItem, Verdict, finish_group
-from rollstream.buffer.hooks import CONVENTIONS, HookError, Hooks
 from rollstream.buffer.items import dump_item, load_item
 from rollstream.errors import ConfigError
+from rollstream.integrations.slime.hooks import CONVENTIONS, HookError, Hooks
 from rollstream.user_code import run_file
 from tests.support.buffer import named_group
 

@@ -13,12 +13,12 @@ import msgspec
 import orjson
 import pytest
 
-from rollstream.buffer.generator_files import GeneratorFiles
 from rollstream.buffer.groups import GroupSettings, Verdict
-from rollstream.buffer.hook_process import HookProcess
-from rollstream.buffer.hooks import HookError
 from rollstream.buffer.items import Encoding, ItemError, dump_item, load_item, parse_item
 from rollstream.errors import ConfigError, RollstreamError
+from rollstream.integrations.slime.generator_files import GeneratorFiles
+from rollstream.integrations.slime.hook_process import HookProcess
+from rollstream.integrations.slime.hooks import HookError
 from tests.support.buffer import item
 from tests.support.processes import command_line, is_running
 from tests.support.until import until
@@ -291,7 +291,7 @@ async def test_the_child_ends_with_a_server_that_is_killed(tmp_path: Path) -> No
     script = f"""
 import asyncio
 from rollstream.buffer.groups import GroupSettings
-from rollstream.buffer.generator_files import GeneratorFiles
+from rollstream.integrations.slime.generator_files import GeneratorFiles
 async def main():
     host = GeneratorFiles([{str(tmp_path)!r}])
     await host.refresh()

@@ -18,8 +18,8 @@ from typing import Any
 import orjson
 
 import rollstream
+from rollstream.integrations.exports.examples import Row, prompt_groups, shown_prompt
 from rollstream.store.batch import read_tables
-from rollstream.store.export.examples import Row, prompt_groups, shown_prompt
 from rollstream.store.export.files import read_rows, replacing
 from rollstream.store.manifest import Manifest
 from rollstream.trajectory import sampled_stretches

@@ -10,14 +10,14 @@ import orjson
 import pytest
 
 from rollstream.buffer.groups import GroupSettings
-from rollstream.buffer.hook_process import GeneratorFile
-from rollstream.buffer.jobs import Jobs
-from rollstream.buffer.payload_rules import PayloadRules
 from rollstream.buffer.store.base import JobRecord
 from rollstream.buffer.store.sql import SqlStore, Tx
 from rollstream.buffer.store.sqlite import SqliteDriver
 from rollstream.engine.reaper import marked
 from rollstream.errors import ConfigError, NotFoundError, StorageError, StorageFullError
+from rollstream.integrations.slime.hook_process import GeneratorFile
+from rollstream.integrations.slime.jobs import Jobs
+from rollstream.integrations.slime.payload_rules import PayloadRules
 from rollstream.rollout.retry import RetryPolicy
 from tests.support.stores import Clock, ClockedDriver, FixedPolicy, item
 from tests.support.until import until

@@ -27,7 +27,6 @@ import msgspec
 import orjson
 
 from rollstream.buffer.groups import GroupSettings, ItemDict
-from rollstream.buffer.hooks import FINISHING, HookError, Hooks
 from rollstream.buffer.items import (
     MAX_TEXT,
     Encoding,
@@ -44,6 +43,7 @@ from rollstream.buffer.items import (
 from rollstream.engine.reaped import ReapedProcess, how_ended
 from rollstream.engine.reaper import Bounds
 from rollstream.errors import ConfigError, RollstreamError
+from rollstream.integrations.slime.hooks import FINISHING, HookError, Hooks
 from rollstream.user_code import run_file
 
 _MAX_BYTES: Final = 1 << 30

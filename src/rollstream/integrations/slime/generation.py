@@ -28,13 +28,13 @@ from omegaconf import OmegaConf
 from rollstream.agent.registry import AgentLoops
 from rollstream.buffer.client import AsyncBufferClient, BufferClientError
 from rollstream.buffer.items import InstanceId, ItemError
-from rollstream.buffer.payload_rules import PayloadRules
 from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
 from rollstream.data.prompts import load_prompts
 from rollstream.data.row import TRUTH_COLUMNS
 from rollstream.engine.detect import detect_server
 from rollstream.errors import ConfigError, DataError, unknown_name
+from rollstream.integrations.slime.payload_rules import PayloadRules
 from rollstream.reward.base import ComputeScore, FunctionReward
 from rollstream.reward.rules import find_rule
 from rollstream.rollout.concurrency import ConcurrencyController

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollstream.errors import ConfigError
+from rollstream.integrations.exports.hf import export_hf
 from rollstream.store.export.files import read_rows
-from rollstream.store.export.hf import export_hf
 from rollstream.store.export.run import export_run
 from rollstream.store.manifest import new_manifest
 from rollstream.store.merge import MergeCancelledError

@@ -26,15 +26,15 @@ from uuid import uuid4
 import msgspec
 from msgspec.structs import replace
 
-from rollstream.buffer.generator_files import GeneratorFiles
-from rollstream.buffer.generator_process import GeneratorEnd, GeneratorProcess
 from rollstream.buffer.groups import GroupSettings
-from rollstream.buffer.hook_process import GeneratorFile
-from rollstream.buffer.payload_rules import PayloadRules
 from rollstream.buffer.store.base import JobRecord
 from rollstream.buffer.store.sql import SqlStore
 from rollstream.engine.reaper import STOP_TIMEOUT_S
 from rollstream.errors import ConfigError, NotFoundError, StorageError, StorageFullError
+from rollstream.integrations.slime.generator_files import GeneratorFiles
+from rollstream.integrations.slime.generator_process import GeneratorEnd, GeneratorProcess
+from rollstream.integrations.slime.hook_process import GeneratorFile
+from rollstream.integrations.slime.payload_rules import PayloadRules
 from rollstream.rollout.retry import RetryPolicy
 
 _LOG = logging.getLogger(__name__)
