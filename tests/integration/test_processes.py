@@ -49,7 +49,7 @@ def test_the_artifact_is_that_of_one_process(tmp_path: Path, server: StubServer)
 
 
 def workers(command: Command) -> list[psutil.Process]:
-    return command.family(lambda one: "rollstream.rollout.processes" in one.cmdline())
+    return command.family(lambda one: "rollstream.rollout.processes:main" in one.cmdline())
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.soak)])

@@ -13,6 +13,7 @@ FLOORS: list[set[str]] = [
     {"trajectory", "errors", "surrogates", "aio"},
     {
         "web",
+        "childproc",
         "user_code",
         "daemon_threads",
         "stderr_log",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from rollstream.childproc import path_to_rollstream
 from rollstream.engine.checks import no_longer_than, read_model_limits
 from rollstream.engine.devices import Devices, DeviceToolError, find_devices
 from rollstream.engine.kind import EngineKind, EngineOptions
@@ -24,7 +25,6 @@ from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.pool import POOL_KWARGS
 from rollstream.engine.ray_launch import RayLauncher
 from rollstream.engine.ray_plan import replica_resources
-from rollstream.engine.reaped import path_to_rollstream
 from rollstream.errors import ConfigError
 
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from rollstream.childproc import how_ended
 from rollstream.engine.launch_plan import LOOPBACK, ReplicaPlan
-from rollstream.engine.reaped import ReapedProcess, how_ended
+from rollstream.engine.reaped import ReapedProcess
 from rollstream.errors import EngineError
 
 _SHOWN_LINES = 20

@@ -10,6 +10,7 @@ from typing import IO
 import msgspec
 
 from rollstream.aio import finish_despite_cancellation
+from rollstream.childproc import how_ended, path_to_rollstream
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.openvino_worker import (
     FROM_WORKER,
@@ -22,7 +23,6 @@ from rollstream.engine.openvino_worker import (
     Results,
     encode_frame,
 )
-from rollstream.engine.reaped import how_ended, path_to_rollstream
 from rollstream.errors import EngineError, EngineUnavailableError
 
 _LAST_WORDS_BYTES = 2000

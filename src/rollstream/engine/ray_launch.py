@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from rollstream.childproc import path_to_rollstream
 from rollstream.engine import reaper
 from rollstream.engine.launch_plan import (
     NODE_ADDRESS,
@@ -35,7 +36,6 @@ from rollstream.engine.launch_plan import (
 from rollstream.engine.launch_process import LocalProcess, log_stamp
 from rollstream.engine.ray_package import cause_of, import_ray, is_death, one_line
 from rollstream.engine.ray_plan import Claims, claim, device_env
-from rollstream.engine.reaped import path_to_rollstream
 from rollstream.errors import ConfigError, EngineError
 
 _LOG = logging.getLogger(__name__)

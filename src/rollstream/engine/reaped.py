@@ -1,15 +1,13 @@
-"""Child processes: how those below a reaper are started and ended, and what any of them needs."""
+"""Child processes below a reaper: how they are started and ended."""
 
 import asyncio
 import contextlib
 import os
 import signal
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import rollstream
 from rollstream.engine import reaper
 
 
@@ -82,17 +80,3 @@ class ReapedProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.to_thread(reaper.kill_left, self._mark)
-
-
-def path_to_rollstream() -> dict[str, str]:
-    """Environment in which an interpreter finds the package where this one did."""
-    here = str(Path(rollstream.__file__).parent.parent)
-    return {"PYTHONPATH": os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])}
-
-
-def how_ended(code: int) -> str:
-    """An exit code for people: `ended with exit code 1`, `was killed by SIGKILL`."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    names = {number.value: number.name for number in signal.Signals}
-    return f"was killed by {names.get(-code, f'signal {-code}')}"

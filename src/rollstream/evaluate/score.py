@@ -30,7 +30,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollstream.engine.reaped import path_to_rollstream
+from rollstream.childproc import path_to_rollstream
 from rollstream.errors import ConfigError, RewardError, RollstreamError, RunDirectoryError, StorageError
 from rollstream.evaluate.score_worker import (
     RewardRecipe,

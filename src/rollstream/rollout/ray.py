@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from rollstream.childproc import ChildDiedError
 from rollstream.daemon_threads import DaemonThreads
 from rollstream.engine.ray_package import (
     cause_of,
@@ -18,7 +19,6 @@ from rollstream.engine.ray_package import (
 )
 from rollstream.errors import ConfigError
 from rollstream.redaction import redact
-from rollstream.rollout.supervisor import WorkerLostError
 from rollstream.rollout.worker_host import WorkerHost, WorkerPlace, WorkerRecipe, WorkerReport, WorkItem
 
 _LINGER_S = 0.02
@@ -126,11 +126,11 @@ class RayWorker:
             raise await self._error(error) from None
 
     async def _error(self, error: BaseException) -> BaseException:
-        """What the worker raised, or `WorkerLostError`."""
+        """What the worker raised, or `ChildDiedError`."""
         if not is_death(error):
             return cause_of(error)
         error = await self._why_gone(error)
-        return WorkerLostError(one_line(error), blameless=is_of_the_node(error))
+        return ChildDiedError(one_line(error), blameless=is_of_the_node(error))
 
     async def _why_gone(self, error: BaseException) -> BaseException:
         """What ended the actor, where Ray knows at first only that it does not answer."""

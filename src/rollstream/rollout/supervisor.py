@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rollstream.aio import Restarts
+from rollstream.childproc import ChildDiedError
 from rollstream.errors import EngineLostError, EngineUnavailableError, RollstreamError
 from rollstream.rollout.stats import WorkerStats
 from rollstream.rollout.worker_host import WorkerRecipe, WorkerReport, WorkItem
@@ -54,21 +55,8 @@ _MOST_FAILED_STARTS = 5
 """As for launched servers: a worker that cannot start so often in a row is given up."""
 
 
-class WorkerLostError(RollstreamError):
-    """A worker's process has ended, or cannot be reached any more.
-
-    Args:
-        message: how it ended, in one line.
-        blameless: its machine went, too: no rollout can have caused it.
-    """
-
-    def __init__(self, message: str, *, blameless: bool = False) -> None:
-        super().__init__(message)
-        self.blameless = blameless
-
-
 class WorkerHandle(Protocol):
-    """One worker, as the driver holds it. Whatever it awaits raises `WorkerLostError` once the worker is gone."""
+    """One worker, as the driver holds it. Whatever it awaits raises `ChildDiedError` once the worker is gone."""
 
     async def start(self) -> int:
         """Makes the worker; returns its process id. Raises what `WorkerRecipe.build` raises."""
@@ -358,7 +346,7 @@ class WorkerSupervisor:
             warned = warned or is_long
 
     def _not_started(self, slot: WorkerSlot, cause: BaseException) -> float | None:
-        if not self._joined.is_set() and not isinstance(cause, WorkerLostError):
+        if not self._joined.is_set() and not isinstance(cause, ChildDiedError):
             self.fail(cause)  # the first of all: so it is with the others
             return None
         now = time.monotonic()
@@ -402,7 +390,7 @@ class WorkerSupervisor:
                     async with asyncio.timeout(self._silence_s):
                         report = await anext(reports)
                 except TimeoutError:
-                    raise WorkerLostError(f"it has reported nothing for {self._silence_s:.0f} s") from None
+                    raise ChildDiedError(f"it has reported nothing for {self._silence_s:.0f} s") from None
                 for level, name, message in report.logs:
                     logging.getLogger(name).log(level, "worker %d: %s", worker.slot.number, message)
                 self._stats.update(worker.id, report.status)
@@ -422,7 +410,7 @@ class WorkerSupervisor:
             if not (others or coming) or self._stats.all_wait:
                 self.fail(cause)
                 return None
-        elif not isinstance(cause, WorkerLostError):
+        elif not isinstance(cause, ChildDiedError):
             self.fail(cause)
             return None
         pause = worker.slot.restarts.after_serving(served_s)

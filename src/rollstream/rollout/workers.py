@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from rollstream.chat.images import as_bytes, is_file
+from rollstream.childproc import ChildDiedError
 from rollstream.errors import DataError, EngineLostError, RollstreamError
 from rollstream.rollout.concurrency import ConcurrencyController
 from rollstream.rollout.local import WindowCounters
@@ -25,7 +26,6 @@ from rollstream.rollout.stats import WorkerStats
 from rollstream.rollout.supervisor import (
     Worker,
     WorkerBackend,
-    WorkerLostError,
     WorkerSlot,
     WorkerSupervisor,
 )
@@ -242,7 +242,7 @@ class WorkersExecutor:
             return 0
         lost = len(queue.held_by(worker.id))
         blameless = isinstance(cause, EngineLostError) or (
-            isinstance(cause, WorkerLostError) and cause.blameless
+            isinstance(cause, ChildDiedError) and cause.blameless
         )
         for key, charges in queue.worker_lost(worker.id, suspect=not blameless):
             self._commit(queue, self._blame(key, charges, cause))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.childproc import ChildDiedError
 from rollstream.errors import ConfigError, RollstreamError
 from rollstream.rollout import ray as ray_backend
 from rollstream.rollout import supervisor
@@ -108,7 +109,7 @@ async def test_why_an_actor_is_gone_is_asked_until_it_is_known(monkeypatch: pyte
         actor = SimpleNamespace(
             __ray_ready__=SimpleNamespace(remote=ready), close=SimpleNamespace(remote=refuse)
         )
-        with pytest.raises(supervisor.WorkerLostError) as caught:
+        with pytest.raises(ChildDiedError) as caught:
             await RayWorker(actor).close()
         return caught.value.blameless
 
@@ -130,7 +131,7 @@ async def test_a_worker_that_ray_has_forgotten_is_lost_and_the_run_goes_on() -> 
     names = ("start", "give", "reports", "follow", "drop", "close")
     worker = RayWorker(SimpleNamespace(**dict.fromkeys(names, method)))
     for call in (worker.start(), worker.give([]), anext(worker.reports()), worker.close()):
-        with pytest.raises(supervisor.WorkerLostError, match="died"):
+        with pytest.raises(ChildDiedError, match="died"):
             await call
     worker.follow(["http://127.0.0.1:1"])
     worker.drop()

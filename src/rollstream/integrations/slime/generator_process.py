@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from rollstream.engine.reaped import ReapedProcess, how_ended
+from rollstream.childproc import how_ended
+from rollstream.engine.reaped import ReapedProcess
 from rollstream.engine.reaper import kill_left
 from rollstream.errors import ConfigError, DataError
 from rollstream.user_code import run_file

@@ -40,7 +40,8 @@ from rollstream.buffer.items import (
     split_batch,
     with_uid,
 )
-from rollstream.engine.reaped import ReapedProcess, how_ended
+from rollstream.childproc import how_ended
+from rollstream.engine.reaped import ReapedProcess
 from rollstream.engine.reaper import Bounds
 from rollstream.errors import ConfigError, RollstreamError
 from rollstream.integrations.slime.hooks import FINISHING, HookError, Hooks
