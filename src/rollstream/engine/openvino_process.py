@@ -1,28 +1,13 @@
 """The parent's side of one worker process: starts it, talks to it, notices when it dies."""
 
 import asyncio
-import contextlib
 import os
-import sys
 from pathlib import Path
-from typing import IO
-
-import msgspec
 
 from rollstream.aio import finish_despite_cancellation
-from rollstream.childproc import how_ended, path_to_rollstream
+from rollstream.childproc import Child, ChildDiedError
 from rollstream.engine.base import EngineLoad
-from rollstream.engine.openvino_worker import (
-    FROM_WORKER,
-    LENGTH_BYTES,
-    Add,
-    Done,
-    Load,
-    Loaded,
-    Orders,
-    Results,
-    encode_frame,
-)
+from rollstream.engine.openvino_worker import FROM_WORKER, Add, Done, Load, Loaded, Orders, Results
 from rollstream.errors import EngineError, EngineUnavailableError
 
 _LAST_WORDS_BYTES = 2000
@@ -35,15 +20,11 @@ _EXIT_TIMEOUT_S = 5.0
 class WorkerProcess:
     """One life of the worker. Made by `start`, ended by `close` or by the worker's death."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log_path: Path, log_offset: int) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def __init__(self, child: Child, log_path: Path, log_offset: int) -> None:
         self.cache_tokens = 0
         self.cause = ""
         """Why it is not alive any more; "" while it is."""
-        self._process = process
-        self._input = process.stdin
-        self._output = process.stdout
+        self._child = child
         self._log_path = log_path
         self._log_offset = log_offset
         self._pending: dict[int, asyncio.Future[Done]] = {}
@@ -63,7 +44,8 @@ class WorkerProcess:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             offset = log.tell()
-            worker = cls(await _spawn(log), log_path, offset)
+            child = await Child.start("rollstream.engine.openvino_worker:main", codec=FROM_WORKER, output=log)
+        worker = cls(child, log_path, offset)
         try:
             await worker.load_model(load, timeout_s=timeout_s)
         except EngineError as error:
@@ -78,8 +60,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
+        return self._child.pid
 
     @property
     def load(self) -> EngineLoad | None:
@@ -105,7 +86,7 @@ class WorkerProcess:
             raise EngineUnavailableError(self.cause)
         self._loading = asyncio.get_running_loop().create_future()
         try:
-            self._input.write(encode_frame(load))
+            self._child.post(load)
             async with asyncio.timeout(timeout_s):
                 loaded = await self._loading
         except TimeoutError:
@@ -146,8 +127,7 @@ class WorkerProcess:
     def give_up(self, cause: str) -> None:
         """Kills the process; what is in flight ends with `EngineUnavailableError`. `close` it as well."""
         self._fail(cause)
-        if self._process.returncode is None:
-            self._process.kill()
+        self._child.kill()
 
     async def close(self) -> None:
         """Ends the process, also when this is cancelled; what is in flight ends with `EngineUnavailableError`."""
@@ -155,14 +135,8 @@ class WorkerProcess:
 
     async def _close(self) -> None:
         self._fail("the engine was closed")
-        self._input.close()  # which ends the worker
-        await self._wait_for_exit()
+        await self._child.close(_EXIT_TIMEOUT_S)
         await self._reader
-        # Only the end of the output closes the transport, which otherwise complains when it is collected
-        # after its event loop. The worker has no children that could hold the other end open.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_EXIT_TIMEOUT_S):
-                await self._output.read()
 
     def _plan_flush(self) -> None:
         # All orders of one turn of the event loop go in one write.
@@ -174,15 +148,13 @@ class WorkerProcess:
         self._flush_planned = False
         orders, self._orders = self._orders, Orders([], [], [])
         if not self.cause:
-            self._input.write(encode_frame(orders))
+            self._child.post(orders)
 
     async def _read_messages(self) -> None:
         """Hands messages to those who wait, until the worker is gone."""
         try:
             while True:
-                header = await self._output.readexactly(LENGTH_BYTES)
-                body = await self._output.readexactly(int.from_bytes(header, "little"))
-                message: Loaded | Results = FROM_WORKER.decode(body)
+                message: Loaded | Results = await self._child.receive()
                 if isinstance(message, Loaded):
                     if self._loading is not None and not self._loading.done():
                         self._loading.set_result(message)
@@ -192,11 +164,8 @@ class WorkerProcess:
                     future = self._pending.pop(done.id, None)
                     if future is not None and not future.done():
                         future.set_result(done)
-        except asyncio.IncompleteReadError:
-            how = await self._wait_for_exit()
-            self._fail(f"the worker process (pid {self.pid}) {how}{self._last_words()}")
-        except msgspec.DecodeError as error:
-            self.give_up(f"the worker process (pid {self.pid}) sent what cannot be read: {error!r}")
+        except ChildDiedError as error:
+            self._fail(f"the worker process (pid {self.pid}) {error}{self._last_words()}")
 
     def _fail(self, cause: str) -> None:
         """Ends what is in flight; the first cause counts."""
@@ -206,16 +175,6 @@ class WorkerProcess:
             if future is not None and not future.done():
                 future.set_exception(EngineUnavailableError(self.cause))
 
-    async def _wait_for_exit(self) -> str:
-        """How the process ended; kills it if it does not."""
-        try:
-            async with asyncio.timeout(_EXIT_TIMEOUT_S):
-                code = await self._process.wait()
-        except TimeoutError:
-            self._process.kill()
-            code = await self._process.wait()
-        return how_ended(code)
-
     def _last_words(self) -> str:
         """The last line that it wrote to its log, if any."""
         with self._log_path.open("rb") as log:
@@ -223,18 +182,3 @@ class WorkerProcess:
             log.seek(max(self._log_offset, size - _LAST_WORDS_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
         return f"; its last words in {self._log_path}: {lines[-1].strip()}" if lines else ""
-
-
-async def _spawn(log: IO[bytes]) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "rollstream.engine.openvino_worker",
-        str(os.getpid()),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=log,
-        # A results frame of a whole batch, read in one go.
-        limit=2**22,
-        env=os.environ | path_to_rollstream(),
-    )

@@ -1,18 +1,10 @@
-"""The process that runs the model of `openvino.py`, and what the two say to each other.
+"""The process that runs the model of `openvino.py`, and the messages between them.
 
-    python -m rollstream.engine.openvino_worker PARENT_PID
-
-reads messages from stdin and writes messages to stdout. It ends when its parent does, whatever it is doing.
-It ignores SIGINT and SIGTERM, which go to whole process groups: the parent decides when it ends.
-
-Both directions carry frames: 4 bytes of length (little-endian), then msgpack. A frame holds everything there
-was to say at that moment: one write per model step, not one per request.
+A message holds everything there was to say at that moment: one write per model step, not one per request.
 """
 
-import ctypes
 import os
 import random
-import select
 import shutil
 import signal
 import sys
@@ -26,15 +18,12 @@ from typing import Any, Literal
 import msgspec
 import numpy
 
+from rollstream.childproc import Parent, packed
 from rollstream.engine.embedded import StopTexts
 from rollstream.trajectory import SamplingParams
 
-LENGTH_BYTES = 4
-
 BLOCK_TOKENS = 32
 """Tokens in one block of the CPU plugin's paged KV cache."""
-
-_READ_BYTES = 2**20
 
 _NO_END_TOKEN = 2**31
 """An end token that no vocabulary has: the pipeline puts the model's own in place of a missing one."""
@@ -111,64 +100,8 @@ class Results(msgspec.Struct, tag=True):
     """Share of the KV cache that was reserved for those that ran."""
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-TO_WORKER = msgspec.msgpack.Decoder(Load | Orders)
-FROM_WORKER = msgspec.msgpack.Decoder(Loaded | Results)
-
-
-def encode_frame(message: msgspec.Struct) -> bytes:
-    """The frame of a message."""
-    body = _ENCODER.encode(message)
-    return len(body).to_bytes(LENGTH_BYTES, "little") + body
-
-
-class Channel:
-    """The frames of this process, on file descriptors of its own; stray prints go to stderr instead."""
-
-    def __init__(self) -> None:
-        self._input, self._output = os.dup(0), os.dup(1)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
-        os.dup2(2, 1)
-        self._poll = select.poll()
-        self._poll.register(self._input, select.POLLIN)
-        self._buffer = bytearray()
-
-    def send(self, message: Loaded | Results) -> None:
-        """Writes one frame; waits while the pipe is full. Ends the process if nobody reads."""
-        data = memoryview(encode_frame(message))
-        try:
-            while data:
-                data = data[os.write(self._output, data) :]
-        except BrokenPipeError:
-            os._exit(0)
-
-    def receive(self, *, wait: bool) -> list[Load | Orders]:
-        """The messages that have arrived; with `wait`, at least one. Ends the process with its input."""
-        while True:
-            while self._poll.poll(0):
-                data = os.read(self._input, _READ_BYTES)
-                if not data:
-                    os._exit(0)
-                self._buffer += data
-            messages = self._take_frames()
-            if messages or not wait:
-                return messages
-            self._poll.poll()
-
-    def _take_frames(self) -> list[Load | Orders]:
-        messages = []
-        buffer, position = self._buffer, 0
-        while len(buffer) - position >= LENGTH_BYTES:
-            end = position + LENGTH_BYTES
-            end += int.from_bytes(buffer[position:end], "little")
-            if len(buffer) < end:
-                break
-            messages.append(TO_WORKER.decode(bytes(buffer[position + LENGTH_BYTES : end])))
-            position = end
-        del buffer[:position]
-        return messages
+TO_WORKER = packed(Load | Orders)
+FROM_WORKER = packed(Loaded | Results)
 
 
 @dataclass(slots=True)
@@ -191,9 +124,9 @@ class Worker:
     and log-probs (off by up to 14 nats) for two sequences of the batch, see docs/engines.md.
     """
 
-    def __init__(self, load: Load, channel: Channel) -> None:
+    def __init__(self, load: Load, parent: Parent) -> None:
         self._load = load
-        self._channel = channel
+        self._parent = parent
         self._waiting: deque[Add] = deque()
         self._running: dict[int, _Running] = {}
         self._done: list[Done] = []
@@ -247,7 +180,7 @@ class Worker:
         """Works until the process ends."""
         while True:
             busy = self._waiting or self._running or self._cancelled_blocks
-            for message in self._channel.receive(wait=not busy):
+            for message in self._parent.receive(wait=not busy):
                 if isinstance(message, Orders):
                     self._obey(message)
                 else:
@@ -261,7 +194,7 @@ class Worker:
 
     def _flush(self) -> None:
         if self._done:
-            self._channel.send(Results(self._done, *self._busy))
+            self._parent.send(Results(self._done, *self._busy))
             self._done = []
 
     def _obey(self, orders: Orders) -> None:
@@ -284,7 +217,7 @@ class Worker:
             self._make_pipeline(load)
         except Exception as error:
             traceback.print_exc()
-            self._channel.send(Loaded(0, cause_of(error)))
+            self._parent.send(Loaded(0, cause_of(error)))
             return
         for one in running:
             if one.ids:
@@ -293,7 +226,7 @@ class Worker:
         self._running.clear()
         self._load = load
         self._flush()
-        self._channel.send(Loaded(self.cache_blocks * BLOCK_TOKENS))
+        self._parent.send(Loaded(self.cache_blocks * BLOCK_TOKENS))
 
     def _end_early(self, request_id: int, *, answer: bool) -> None:
         if (running := self._running.get(request_id)) is not None:
@@ -444,20 +377,6 @@ def scale_logits(model: Path, target: Path, temperature: float) -> None:
             shutil.copyfile(model / name, target / name)
 
 
-def _follow_parent(parent_pid: int) -> None:
-    """Makes the kernel kill this process when its parent ends, also in the middle of a step (Linux).
-
-    The end of the input would not do: it is only seen between steps, and another child of the parent may
-    hold the other end of the pipe open. To the kernel the parent is the thread that started this process,
-    that is the one of the engine's event loop.
-    """
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before the kernel was told
-        os._exit(0)
-
-
 def cause_of(error: Exception) -> str:
     """What went wrong, in one line: OpenVINO's errors begin with where in its source they were raised."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -466,25 +385,20 @@ def cause_of(error: Exception) -> str:
     return text if text and type(error) is RuntimeError else f"{type(error).__name__}: {text}"
 
 
-def main() -> None:
-    """Runs the worker on this process's stdin and stdout."""
+def main(number: int) -> None:
+    """Runs the worker. The parent decides when it ends, whoever sends signals to all processes of a job."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _follow_parent(int(sys.argv[1]))
-    channel = Channel()
-    load = channel.receive(wait=True)[0]
-    assert isinstance(load, Load)
+    parent = Parent(number, TO_WORKER)
+    load, *others = parent.receive()
+    assert isinstance(load, Load) and not others
     try:
-        worker = Worker(load, channel)
+        worker = Worker(load, parent)
     except Exception as error:
         traceback.print_exc()
-        channel.send(Loaded(0, cause_of(error)))
+        parent.send(Loaded(0, cause_of(error)))
         # Not through the C++ destructors, which abort after some failures.
         sys.stderr.flush()
         os._exit(1)
-    channel.send(Loaded(worker.cache_blocks * BLOCK_TOKENS))
+    parent.send(Loaded(worker.cache_blocks * BLOCK_TOKENS))
     worker.run()
-
-
-if __name__ == "__main__":
-    main()

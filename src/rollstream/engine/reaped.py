@@ -67,14 +67,18 @@ class ReapedProcess:
         Args:
             seconds: for the reaper to do so; then all are killed.
         """
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # the reaper's sign to end
+        self.kill()
         try:
             async with asyncio.timeout(seconds):
                 return await self.wait()
         except TimeoutError:
             await self._kill_left()
             return await self._process.wait()
+
+    def kill(self) -> None:
+        """Has the reaper end all; does not wait for it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     async def _kill_left(self) -> None:
         with contextlib.suppress(ProcessLookupError):

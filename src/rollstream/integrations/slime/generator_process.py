@@ -1,18 +1,17 @@
 """One run of a generator: a process below a reaper, its payload, its report and its log.
 
-    server --(pipe)--> reaper --> python -m rollstream.integrations.slime.generator_process --> what it starts
+    server --(pipe)--> reaper --> generator (`childproc`) --> what it starts
 
 The reaper (`engine.reaper`) ends the generator and everything below it when the server is gone, SIGKILL
-included: two generators of one job would write every group twice. Payload and report are files without a
-name, which the generator inherits; its token is in its environment.
+included: two generators of one job would write every group twice. The generator's token is in its environment.
 """
 
 import asyncio
+import functools
 import inspect
 import logging
 import os
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from rollstream.childproc import how_ended
+from rollstream.childproc import Child, ChildDiedError, Codec, Parent, how_ended
 from rollstream.engine.reaped import ReapedProcess
 from rollstream.engine.reaper import kill_left
 from rollstream.errors import ConfigError, DataError
@@ -49,12 +48,12 @@ class GeneratorEnd(msgspec.Struct, frozen=True):
 class GeneratorProcess:
     """A generator that runs. Made by `start`."""
 
-    def __init__(self, process: ReapedProcess, report: IO[bytes], log: Path) -> None:
-        self._process, self._report, self._log = process, report, log
+    def __init__(self, child: Child, log: Path) -> None:
+        self._child, self._log = child, log
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     @classmethod
     async def start(
@@ -69,45 +68,40 @@ class GeneratorProcess:
         await asyncio.to_thread(kill_left, mark)
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
         env.pop("ROLLSTREAM_BUFFER_TOKEN", None)  # the server's own
-        with tempfile.TemporaryFile() as payload, _open_log(log, file) as output:
-            payload.write(msgspec.json.encode(data))
-            payload.seek(0)
+        with _open_log(log, file) as output:
             if token is not None:
                 _write_netrc(netrc, str(data["remote_buffer_url"]), token)
                 env |= {"ROLLSTREAM_BUFFER_TOKEN": token, "NETRC": str(netrc.absolute())}
-            report = tempfile.TemporaryFile()  # noqa: SIM115 - read when the generator has ended
-            files = payload.fileno(), report.fileno()
-            process = await ReapedProcess.start(
-                [sys.executable, "-m", __name__, str(file.absolute()), *map(str, files)],
-                env,
-                mark=mark,
-                stdout=output,
-                stderr=output,
-                pass_fds=files,
+            child = await Child.start(
+                f"{__name__}:main",
+                str(file.absolute()),
+                codec=Codec(msgspec.json.encode, msgspec.json.Decoder(GeneratorEnd).decode),
+                env=env,
+                output=output,
+                spawn=functools.partial(ReapedProcess.start, mark=mark),
             )
-        return cls(process, report, log)
+        child.post(data)
+        return cls(child, log)
 
     async def wait(self) -> GeneratorEnd:
         """Returns when it has ended, and everything that it started. Called once."""
-        code = await self._process.wait()
-        return await asyncio.to_thread(self._end, code)
+        code = await self._child.process.wait()
+        try:
+            end: GeneratorEnd = await self._child.receive()
+        except ChildDiedError:  # it was killed before its report
+            pass
+        else:
+            if code == 0 or not end.finished:
+                return end
+        finally:
+            self._child.kill()  # which closes the socket
+        # A reaper that gets SIGTERM ends with 0, too: only a report says that a generator has finished.
+        words = await asyncio.to_thread(self._last_words)
+        return GeneratorEnd(error=f"its process {how_ended(code)}", traceback=words)
 
     async def stop(self) -> None:
         """Ends it and everything it started, within seconds. May be called twice, and after its end."""
-        await self._process.end()
-
-    def _end(self, code: int) -> GeneratorEnd:
-        with self._report as report:
-            report.seek(0)
-            written = report.read()
-        try:
-            end = msgspec.json.decode(written, type=GeneratorEnd)
-        except msgspec.MsgspecError:  # it was killed before, or while it wrote
-            end = None
-        if end is not None and (code == 0 or not end.finished):
-            return end
-        # A reaper that gets SIGTERM ends with 0, too: only a report says that a generator has finished.
-        return GeneratorEnd(error=f"its process {how_ended(code)}", traceback=self._last_words())
+        await self._child.process.end()
 
     def _last_words(self) -> str:
         try:
@@ -149,9 +143,10 @@ def _open_private(path: str, flags: int) -> int:
 # -- in the generator's process
 
 
-def main(file: str, payload: int, report: int) -> bool:
-    """Calls the file's `run_rollout`, and reports how it ended. Returns whether it finished."""
-    os.set_inheritable(report, False)
+def main(number: int, file: str) -> None:
+    """Calls the file's `run_rollout`, and reports how it ended."""
+    parent = Parent(number, Codec(msgspec.json.encode, msgspec.json.decode))
+    (data,) = parent.receive()
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -159,8 +154,6 @@ def main(file: str, payload: int, report: int) -> bool:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     end = GeneratorEnd(finished=True)
     try:
-        with open(payload, "rb") as stream:
-            data = msgspec.json.decode(stream.read())
         returned = run_file(Path(file), key="generator file").run_rollout(data)
         if inspect.iscoroutine(returned):
             asyncio.run(returned)
@@ -170,13 +163,8 @@ def main(file: str, payload: int, report: int) -> bool:
             sys.stderr.write(text)
             line = f"{type(error).__name__}: {error}".replace("\n", " ")[:1000]
             end = GeneratorEnd(False, isinstance(error, ConfigError | DataError), line, text)
-    with open(report, "wb") as stream:
-        stream.write(msgspec.json.encode(end))
-    return end.finished
-
-
-if __name__ == "__main__":
-    if not main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])):
+    parent.send(end)
+    if not end.finished:
         # What the generator file left behind must not keep a process that failed: the reaper ends it.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,27 +1,18 @@
 """The child process that runs a user's generator file and calls its hooks, and its client in the server.
 
-A message on the socket between them is 4 bytes with its length, and msgpack. Each request has the source of its
-file, so a new child can go on where another one ended. The child runs below a reaper (`engine.reaper`): what a hook
-starts ends with it.
-
-The time limit is faulthandler's, which also works while a hook holds the GIL: it writes where every thread is
-and ends the process. That text, or the one of a fatal signal, comes where a length is expected. Read as a
-length it is more than `_MAX_BYTES`, which no message has.
+Each request has the source of its file, so a new child can go on where another one ended. The child runs below a
+reaper (`engine.reaper`): what a hook starts ends with it.
 """
 
 import asyncio
-import faulthandler
+import functools
 import inspect
 import os
-import queue
 import re
-import socket
-import sys
-import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import orjson
@@ -40,14 +31,12 @@ from rollstream.buffer.items import (
     split_batch,
     with_uid,
 )
-from rollstream.childproc import how_ended
+from rollstream.childproc import MAX_BYTES, Child, ChildDiedError, Codec, Parent, how_ended, packed
 from rollstream.engine.reaped import ReapedProcess
 from rollstream.engine.reaper import Bounds
 from rollstream.errors import ConfigError, RollstreamError
 from rollstream.integrations.slime.hooks import FINISHING, HookError, Hooks
 from rollstream.user_code import run_file
-
-_MAX_BYTES: Final = 1 << 30
 
 _TIMEOUT: Final = "Timeout"
 """How faulthandler's text begins after the time limit."""
@@ -57,9 +46,6 @@ _SLACK_S: Final = 30.0
 
 _END_S: Final = 2.0
 """The reaper may take so long to kill all; then its process group is killed."""
-
-_PART: Final = 1 << 20
-"""Bytes that are written at once: asyncio copies what a pipe does not take."""
 
 _CALLED: Final[Mapping[str, frozenset[str]]] = {
     "judge": frozenset({"is_valid_group"}),
@@ -102,12 +88,6 @@ class _Reply(msgspec.Struct):
     item_error: tuple[str, str] | None = None
 
 
-class _Child(NamedTuple):
-    process: ReapedProcess
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-
 class HookProcess:
     """Calls the hooks of a file in a child process, one call at a time.
 
@@ -119,7 +99,7 @@ class HookProcess:
         self._seconds = seconds
         self._turn = asyncio.Lock()
         self._exchanging: asyncio.Task[Any] | None = None
-        self._child: _Child | None = None
+        self._child: Child | None = None
         self._closed = False
 
     async def call(self, call: str, file: GeneratorFile, *values: Any) -> Any:
@@ -155,16 +135,20 @@ class HookProcess:
         await self._end()
 
     async def _exchange(self, request: _Request, hooks: frozenset[str]) -> Any:
-        message = msgspec.msgpack.encode(request)
-        if len(message) > _MAX_BYTES:
-            raise HookError(f"{request.path}: a group of {len(message)} bytes is too large for hooks")
         fresh = False
         while not self._closed:
             if self._child is None:
                 self._child, fresh = await _start(self._seconds), True
                 continue  # closed meanwhile?
-            reply = await _ask(self._child, message, self._seconds + _SLACK_S)
-            if isinstance(reply, _Reply):
+            try:
+                reply: _Reply = await self._child.ask(request, timeout=self._seconds + _SLACK_S)
+            except ValueError as error:
+                raise HookError(f"{request.path}: a group is too large for hooks: {error}") from None
+            except TimeoutError:
+                text = _TIMEOUT
+            except ChildDiedError as error:
+                text = error.text
+            else:
                 if reply.error is not None:
                     raise HookError(*reply.error)
                 if reply.item_error is not None:
@@ -173,15 +157,15 @@ class HookProcess:
                     await self._end()  # nothing is left to call
                 return reply.result
             how = await self._end()
-            if self._closed or not (fresh or reply.startswith(_TIMEOUT)):
+            if self._closed or not (fresh or text.startswith(_TIMEOUT)):
                 continue  # an older child may have ended before this call: it is made again in a new one
             # faulthandler lists the innermost function first.
-            found = [name for name in re.findall(r" in (\w+)$", reply, re.MULTILINE) if name in hooks]
+            found = [name for name in re.findall(r" in (\w+)$", text, re.MULTILINE) if name in hooks]
             hook = found[0] if found else ", ".join(sorted(hooks))
             where = f"{request.path}: {hook}" if hook else f"generators: {request.path}"
-            if reply.startswith(_TIMEOUT):
-                raise HookError(f"{where} did not return within {self._seconds:g} s", hook, reply)
-            raise HookError(f"{where}: the process of the hooks {how}", hook, reply)
+            if text.startswith(_TIMEOUT):
+                raise HookError(f"{where} did not return within {self._seconds:g} s", hook, text)
+            raise HookError(f"{where}: the process of the hooks {how}", hook, text)
         await self._end()
         raise RollstreamError("no hooks are called any more: the server is ending")
 
@@ -190,73 +174,34 @@ class HookProcess:
         child, self._child = self._child, None
         if child is None:
             return ""
-        child.writer.close()
+        child.kill()
         return how_ended(await child.process.end(_END_S))
 
 
-async def _start(seconds: float) -> _Child:
+async def _start(seconds: float) -> Child:
     env = {name: value for name, value in os.environ.items() if name != "ROLLSTREAM_BUFFER_TOKEN"}
-    ours, theirs = socket.socketpair()
-    with theirs:
-        words = (sys.executable, "-u", "-m", __name__, str(seconds), str(theirs.fileno()))
-        process = await ReapedProcess.start(words, env, bounds=Bounds(grace=0.0), pass_fds=(theirs.fileno(),))
-    return _Child(process, *await asyncio.open_unix_connection(sock=ours, limit=1 << 20))
-
-
-async def _ask(child: _Child, message: bytes, seconds: float) -> _Reply | str:
-    """The reply, or what faulthandler wrote instead; "" if the child ended without a word."""
-    try:
-        async with asyncio.timeout(seconds):
-            child.writer.write(len(message).to_bytes(4))
-            for start in range(0, len(message), _PART):
-                child.writer.write(memoryview(message)[start : start + _PART])
-                await child.writer.drain()
-            head = await child.reader.readexactly(4)
-            if (size := int.from_bytes(head)) > _MAX_BYTES:
-                return (head + await child.reader.read()).decode(errors="replace")
-            return msgspec.msgpack.decode(await child.reader.readexactly(size), type=_Reply)
-    except TimeoutError:
-        return _TIMEOUT
-    except (ConnectionError, asyncio.IncompleteReadError, msgspec.DecodeError):
-        return ""
+    spawn = functools.partial(ReapedProcess.start, bounds=Bounds(grace=0.0))
+    return await Child.start(f"{__name__}:main", str(seconds), codec=packed(_Reply), env=env, spawn=spawn)
 
 
 # -- in the child
 
 
-def main() -> None:
-    """Serves the calls of a HookProcess, on an inherited socket."""
-    replies_out = int(sys.argv[2])
-    os.set_inheritable(replies_out, False)
-    requests_in = os.dup(replies_out)
-    os.dup2(2, 1)  # what users' code prints goes to the server's stderr
-    faulthandler.enable(replies_out)
-    waiting: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(os.fdopen(requests_in, "rb"), waiting), daemon=True).start()
+def main(number: int, seconds: str) -> None:
+    """Serves the calls of a HookProcess."""
+    parent = Parent(number, Codec(bytes, packed(_Request).decode))
     loaded: dict[bytes, tuple[str, Hooks]] = {}
-    with os.fdopen(replies_out, "wb") as wire:
-        while True:
-            request = msgspec.msgpack.decode(waiting.get(), type=_Request)
-            faulthandler.dump_traceback_later(float(sys.argv[1]), exit=True, file=replies_out)
-            reply = _reply(request, loaded)
-            del request  # it may be large
-            faulthandler.cancel_dump_traceback_later()
-            wire.write(len(reply).to_bytes(4))
-            wire.write(reply)
-            wire.flush()
-
-
-def _receive(wire: IO[bytes], waiting: "queue.SimpleQueue[bytes]") -> None:
-    """Ends the process when the server is gone, also while a hook runs."""
-    while len(head := wire.read(4)) == 4 and len(message := wire.read(int.from_bytes(head))):
-        waiting.put(message)
-    os._exit(0)
+    while True:
+        for request in parent.receive():
+            with parent.at_most(float(seconds)):
+                reply = _reply(request, loaded)
+            parent.send(reply)
 
 
 def _reply(request: _Request, loaded: dict[bytes, tuple[str, Hooks]]) -> bytes:
     try:
         reply = msgspec.msgpack.encode(_Reply(_result(request, loaded)))
-        if len(reply) > _MAX_BYTES:
+        if len(reply) > MAX_BYTES:
             raise HookError(f"{request.path}: the answer has {len(reply)} bytes, which is too much")
     except ItemError as error:
         return msgspec.msgpack.encode(_Reply(item_error=(error.message, error.where)))
@@ -327,7 +272,3 @@ def _load(path: Path, source: bytes) -> tuple[str, Hooks]:
     except (TypeError, ValueError) as error:  # ValueError: it is one of Python's own, which has no signature
         raise ConfigError(f"generators: {path}: run_rollout must be a function of (data): {error}") from None
     return task_type, Hooks(module, task_type, str(path))
-
-
-if __name__ == "__main__":
-    main()
