@@ -41,7 +41,7 @@ async def any_true(checks: Iterable[Coroutine[Any, Any, bool]]) -> bool:
 
 
 class SharedCheck:
-    """One check for all who ask at the same time: when a server goes, all its requests want to know.
+    """A check that all who ask at the same time share: when a server goes, all its requests want to know.
 
     Args:
         check: must have a bound of its own.
@@ -52,7 +52,7 @@ class SharedCheck:
         self._task: asyncio.Future[bool] | None = None
 
     async def ask(self) -> bool:
-        """What the check says; False when `close` ended it."""
+        """The check's result; False when `close` ended it."""
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._check())
         task = self._task
@@ -97,8 +97,8 @@ class Restarts:
     """
 
     served_well_s = 10.0
-    """What breaks by its configuration or by what it is asked breaks sooner; what served for so long before it
-    ended is started again with the first pause."""
+    """A process that ran this long did not break because of its configuration or of a request: it is started
+    again with the first pause."""
 
     def __init__(self, *, first: float, longest: float, most_failures: int) -> None:
         self._backoff = Backoff(first, longest)

@@ -54,7 +54,7 @@ class BufferFullError(RollstreamError):
 
 
 class ConflictError(RollstreamError):
-    """What was asked for goes against what has happened meanwhile, such as acking a lease that was lost."""
+    """The request goes against what has happened meanwhile, such as acking a lease that was lost."""
 
 
 class NotFoundError(RollstreamError):
@@ -66,7 +66,7 @@ class TransientError(RollstreamError):
 
 
 class AttemptTimeoutError(TransientError):
-    """One attempt at a rollout took longer than `generation.attempt_timeout`."""
+    """An attempt at a rollout took longer than `generation.attempt_timeout`."""
 
 
 class EngineError(RollstreamError):

@@ -16,9 +16,9 @@ from rollstream.trajectory import SamplingParams
 
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 STRUCTURED = ("grammar", "json_schema", "regex")
-"""What an answer must look like; at most one of them."""
+"""They constrain an answer's form; at most one of them."""
 SERVER_SAMPLING = (*PENALTIES, *STRUCTURED, "logit_bias", "min_p", "min_tokens")
-"""What both SGLang and vLLM take."""
+"""Both SGLang and vLLM take these."""
 
 
 _NEUTRAL: dict[str, float] = {
@@ -29,12 +29,12 @@ _NEUTRAL: dict[str, float] = {
 
 
 def server_sampling(*, has_tokenizer: bool) -> tuple[str, ...]:
-    """What a server takes: without its tokenizer it can follow no grammar."""
+    """The parameters that a server takes: without its tokenizer it can follow no grammar."""
     return SERVER_SAMPLING if has_tokenizer else (*PENALTIES, "logit_bias", "min_p", "min_tokens")
 
 
 def check_extra(extra: Mapping[str, Any]) -> str | None:
-    """What is wrong with the values of further sampling parameters; None if nothing.
+    """Checks the values of further sampling parameters: says what is wrong, or None.
 
     Names that are not known here are an engine's own: their values must be finite numbers.
     """

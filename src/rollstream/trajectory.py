@@ -12,7 +12,7 @@ LogprobKind = Literal["raw", "processed"]
 """Log-probs are of the model's own distribution (raw), or of the one that was drawn from (processed)."""
 
 Message = dict[str, Any]
-"""One chat message: `role`, `content`, and what else the chat template knows (`tool_calls`, ...)."""
+"""A chat message: `role`, `content`, and what else the chat template knows (`tool_calls`, ...)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -27,7 +27,7 @@ class RolloutKey:
 
 @dataclass(slots=True)
 class PromptRow:
-    """One row of the dataset."""
+    """A row of the dataset."""
 
     index: int
     """Position in the concatenated data files, before filtering and shuffling."""
@@ -36,7 +36,7 @@ class PromptRow:
     messages: list[Message]
     """The conversation so far; a prompt given as text is one user message."""
     data_source: str
-    """Where the row comes from; chooses the reward. `"unknown"` when the row does not say."""
+    """The source of the row, which chooses the reward. `"unknown"` when the row does not say."""
     ground_truth: Any = None
     """`reward_model.ground_truth`, or the column `ground_truth`: whatever the reward compares with."""
     extra_info: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class PromptRow:
     columns: dict[str, Any] = field(default_factory=dict)
     """The row's other columns."""
     images: list[str | bytes] = field(default_factory=list)
-    """One for each image part of `messages`, in their order: a path or URL, or the bytes of an image file.
+    """The image of each image part of `messages`, in their order: a path or URL, or the bytes of an image file.
     They are never stored: the image parts of `messages` say which they were."""
 
 
@@ -89,7 +89,7 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class Completion:
-    """What an engine sampled for one request."""
+    """An engine's answer to one request."""
 
     token_ids: list[int]
     """Sampled ids, the end token included where the engine gives it."""
@@ -108,7 +108,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Metrics:
-    """Where the time of a rollout went. Seconds and counts."""
+    """Times (seconds) and counts of a rollout."""
 
     queue_s: float = 0.0
     """From dispatch until the attempt that succeeded began."""
@@ -127,10 +127,10 @@ class Metrics:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One training row. Arrays over the response have the length of `response_ids`."""
+    """A training row. Arrays over the response have the length of `response_ids`."""
 
     prompt_ids: list[int]
-    """As sent to the engine for the first generation. Without a tokenizer there are no ids: this and the
+    """The ids sent to the engine for the first generation. Without a tokenizer there are no ids: this and the
     arrays over the response are empty, and the lengths are in `extra["usage"]`."""
     response_ids: list[int]
     """Everything after the prompt: model tokens and tool, user and template tokens."""
@@ -149,9 +149,9 @@ class Trajectory:
     num_turns: int = 0
     """Messages in the conversation after the system prompt, as verl counts them."""
     reward: float | None = None
-    """None = not scored."""
+    """`None`: not scored."""
     reward_extra: dict[str, Any] = field(default_factory=dict)
-    """What else the reward said; `error` when scoring failed."""
+    """The reward's other results; `error` when scoring failed."""
     metrics: Metrics = field(default_factory=Metrics)
     extra: dict[str, Any] = field(default_factory=dict)
     """The prompt row's other columns, plus what the loop adds."""
@@ -190,7 +190,7 @@ def sampled_stretches(response_mask: Iterable[int]) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class Rollout:
-    """One completed execution of an agent loop for one prompt row."""
+    """A completed execution of an agent loop for one prompt row."""
 
     index: int
     repeat: int
@@ -226,7 +226,7 @@ class Failure:
     prompt_key: str
     attempts: int
     stage: str
-    """What was being done: `prompt`, `agent` (the loop and its tools), `engine`."""
+    """The stage that failed: `prompt`, `agent` (the loop and its tools), `engine`."""
     error: str
     """`ErrorClass: message` of the last attempt."""
     traceback: str
@@ -240,5 +240,5 @@ class Failure:
 
 
 def failure_cause(error: str) -> str:
-    """What failures of the same cause have in common: the first line of the error, without its numbers."""
+    """A key that failures of the same cause share: the first line of the error, without its numbers."""
     return re.sub(r"\d+", "N", error.partition("\n")[0].strip())[:200]

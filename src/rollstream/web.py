@@ -58,7 +58,7 @@ _READERS = 2
 """Threads that read long bodies: they share Python's lock with the event loop."""
 
 _GONE = 499
-"""As nginx counts requests whose client went away."""
+"""nginx's status for requests whose client went away."""
 
 _STOP_LOOK_S = 0.01
 
@@ -93,7 +93,7 @@ class HTTPError(RollstreamError):
 
 @dataclass(frozen=True)
 class Route:
-    """What is answered by which handler.
+    """A route and its handler.
 
     `path` may have segments `{name}`, which take one segment each, and end with `{name...}`, which takes the
     rest, slashes included. HEAD is answered where GET is. `body`, `query` and `answer` are for `openapi`.
@@ -119,9 +119,9 @@ class Access:
     """Who may send requests."""
 
     token: str | None = None
-    """As bearer token or as password of HTTP Basic; None asks for none."""
+    """The bearer token, or password of HTTP Basic; None asks for none."""
     whose: Callable[[str], str | None] | None = None
-    """Whose a limited token is; None: it is none."""
+    """Says whose a limited token is; None: it is none."""
     allowed_hosts: frozenset[str] = frozenset()
     """Further names of this server, as clients write them in a URL, without a port."""
     insecure: bool = False
@@ -130,7 +130,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients can make the server hold."""
+    """Bounds of what clients can make the server hold."""
 
     max_body: int = 64 * 2**20
     """Bytes of one body."""
@@ -186,12 +186,12 @@ class Request:
 
     @property
     def query(self) -> dict[str, str]:
-        """Of a parameter that is given twice, the last."""
+        """The query's parameters; the last of one that is given twice."""
         return dict(self.raw.query.items())
 
     @property
     def media_type(self) -> str:
-        """Of the body, in lower case and without parameters; empty if not given."""
+        """The body's, in lower case and without parameters; empty if not given."""
         return self.headers.get(hdrs.CONTENT_TYPE, "").partition(";")[0].strip().lower()
 
     @property
@@ -314,7 +314,7 @@ def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | No
 
 
 class ErrorDetail(msgspec.Struct):
-    """What is wrong, a word for programs, and the field that is wrong."""
+    """Says what is wrong, with a word for programs, and the field that is wrong."""
 
     message: str
     code: str

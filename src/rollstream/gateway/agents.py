@@ -1,4 +1,4 @@
-"""What the agent loops have in common whose calls come over the gateway: a session, and what became of it."""
+"""The common part of agent loops whose calls come over the gateway: a session, and its result."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ from rollstream.trajectory import Message, SamplingParams, Trajectory
 logger = logging.getLogger(__name__)
 
 MODEL = "rollstream"
-"""What the model is called."""
+"""The model's name in every API."""
 
 _CLEAN_UP_S = 30.0
 """How long a rollout that was cut off waits for its agent to clean up. One that takes longer goes on by itself."""
@@ -56,7 +56,7 @@ class AgentFailedError(RollstreamError):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an agent says of its rollout. Nothing said: the run's reward function scores it."""
+    """An agent's own result of a rollout. An empty one leaves the score to the run's reward function."""
 
     answer: str | None = None
     reward: float | None = None
@@ -129,7 +129,7 @@ async def unless_broken(acting: Coroutine[Any, Any, T], broken: "asyncio.Future[
 
 @dataclass(slots=True)
 class Shared:
-    """What the agents of one worker share."""
+    """The settings and the endpoint that all agents of one worker share."""
 
     settings: GatewaySettings
     endpoint: SharedEndpoint
@@ -143,7 +143,7 @@ class RecordedAgent(AgentLoop):
 
     brings_images = True
     printed = ""
-    """What an agent without an answer printed, for the message."""
+    """The output of an agent that gave no answer, for the message."""
 
     def __init__(self, *args: Any, request_id: str, shared: Any = None, **options: Any) -> None:
         super().__init__(*args, request_id=request_id, shared=shared)
@@ -213,7 +213,7 @@ def finished(
     prompt: Sequence[Message],
     train_side_calls: bool,
 ) -> list[Trajectory]:
-    """What was recorded of a rollout whose agent has ended, with what the agent says of it; perhaps nothing."""
+    """The recorded trajectories of a rollout whose agent has ended, with the agent's outcome; perhaps none."""
     found = recorder.trajectories(answer=outcome.answer, prompt=prompt, find_side_calls=not train_side_calls)
     if recorder.final_is_guess:
         endpoint.log_once("a final trajectory is a guess", _GUESS, level=logging.WARNING)
@@ -284,7 +284,7 @@ def _without_answers(value: Any) -> Any:
 
 
 def read_outcome(given: Any, what: str) -> Outcome:
-    """What an agent says: `{"answer", "reward", "reward_extra", "extra"}`, all of them optional.
+    """Reads an outcome: `{"answer", "reward", "reward_extra", "extra"}`, all of them optional.
 
     Raises:
         AgentFailedError: it is not that; begins with `what`.

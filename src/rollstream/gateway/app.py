@@ -69,10 +69,10 @@ _KEEP_ALIVE_S = 10.0
 """Between signs of life in a stream whose answer is awaited: proxies and clients give up after about a minute."""
 
 _CALLS_AT_ONCE = 128
-"""Of one session; more are told to come again. Parallel agents of one rollout are a few dozen at most."""
+"""The limit of one session; more are told to come again. Parallel agents of one rollout are a few dozen at most."""
 
 _CONNECTIONS, _OTHER_FILES = 8192, 1024
-"""One for each call that waits: a thousand sessions may have several each, and a program gone wild a thousand.
+"""Each call that waits has a connection: a thousand sessions may have several each, and a program gone wild a thousand.
 The process opens other files, too."""
 
 _MAX_BODY = 32 * 2**20
@@ -133,7 +133,7 @@ class Endpoint:
         self._logged: set[str] = set()
         self._server: WebServer
         self.url = ""
-        """Where it is, as clients reach it, without a path; known while it serves."""
+        """The address by which clients reach it, without a path; known while it serves."""
 
     @contextmanager
     def open(self, recorder: Recorder, secret: str | None = None) -> Iterator[str]:
@@ -184,7 +184,7 @@ class Endpoint:
         return self._server.listening_at(path, most=_CALLS_AT_ONCE)
 
     def routes(self, session: str = "/s/{secret}") -> Iterator[Route]:
-        """What is answered, for a server. A session's secret is the token of its routes."""
+        """Yields the routes for a server. A session's secret is the token of its routes."""
         for name, wire in _WIRES.items():
             # A client that goes away ends its generation.
             path = f"{session}/v1/{name}"
@@ -271,7 +271,7 @@ class Endpoint:
         return json_response(wire.body(asked, await answered()))
 
     def _call(self, asked: Asked, recorder: Recorder, name: str, request: Request) -> Call:
-        """What is asked for, as the run allows it.
+        """Makes the session's call of a request, as the run allows it.
 
         Raises:
             RequestError: what cannot be had.

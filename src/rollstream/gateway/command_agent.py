@@ -55,23 +55,23 @@ from rollstream.surrogates import decode_json
 logger = logging.getLogger(__name__)
 
 _RESULT_BYTES = 1 << 20
-"""Of a result: its answer and what else it says are kept with the rollout."""
+"""The size of a result, which is kept with the rollout."""
 
 _LONGEST_SOCKET = 107
 """Bytes of a socket's path, see unix(7)."""
 
 _SHOWN_CHARS = 1_200
-"""Of its output in a failure, whose text has 2,000."""
+"""The part of a program's output that a failure shows; its text has 2,000 characters."""
 
 _LAST_LINE_CHARS = 200
-"""Of that in the first line, which a run's summary shows."""
+"""The part of the output in a failure's first line, which a run's summary shows."""
 
 _NOT_IN_NAMES = re.compile(r"[^\w.-]")
 
 
 @dataclass(slots=True)
 class _Programs(Shared):
-    """What the rollouts of one worker share."""
+    """The command and its sandbox, for all rollouts of one worker."""
 
     sandbox: SandboxOptions
     command: list[str]
@@ -227,7 +227,7 @@ class CommandAgent(RecordedAgent):
 
 
 def _socket_of(folder: Path) -> Path:
-    """Where a program in this folder asks if it has no network."""
+    """The socket through which a program without a network asks."""
     return folder.with_name(f"gateway.{folder.name}")
 
 

@@ -32,7 +32,7 @@ _KEY = "gateway.function"
 
 
 class _Client:
-    """One client of OpenAI's for all rollouts of a worker: each has another address, and the same connections."""
+    """A client of OpenAI's for all rollouts of a worker: each has another address, and the same connections."""
 
     @asynccontextmanager
     async def opened(self, _: Endpoint) -> AsyncIterator[None]:
@@ -50,7 +50,7 @@ class _Client:
 
 @dataclass(slots=True)
 class _Functions(Shared):
-    """What the rollouts of one worker share."""
+    """The function and its client, for all rollouts of one worker."""
 
     function: Callable[..., Any]
     client: _Client

@@ -45,20 +45,20 @@ _MARK = "ROLLSTREAMTHOUGHT"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one session may take."""
+    """The bounds of one session."""
 
     calls: int = 10_000
-    """Those without an answer included."""
+    """Calls without an answer count."""
     bytes: int = 256 << 20
-    """Of what is kept of them, about: some 48 a token, and the text."""
+    """Memory, roughly: some 48 bytes a token, and the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a client asks for, whatever API it speaks."""
+    """A client's request, whatever API it came by."""
 
     messages: list[Message]
-    """As chat templates want them: content as text (as parts where there is an image), arguments of calls as
+    """In the form of chat templates: content as text (as parts where there is an image), arguments of calls as
     mappings (as text where they are no JSON object), `reasoning_content`, `tool_call_id`."""
     tools: list[dict[str, Any]]
     """Schemas to show."""
@@ -74,7 +74,7 @@ class Call:
     notes: Mapping[str, str] = field(default_factory=dict)
     """Parts of the request that are not done as asked, by name."""
     name: str | None = None
-    """Of the answer; None: one is made."""
+    """The answer's id; None: one is made."""
     is_side_call: bool = False
     """Whether the client says so."""
 
@@ -485,7 +485,7 @@ class _Templates:
     def __init__(self, loop: AgentLoop) -> None:
         self._loop = loop
         self.images: dict[str, str] = {}
-        """As the engine takes them, by what their parts of messages say."""
+        """Images in the form that the engine takes, by `_image_key` of their message parts."""
         self.notes: dict[str, str] = {}
         """Says what is shown in another form than it was sent in."""
 
@@ -565,7 +565,7 @@ class _Templates:
         return placed
 
     def _pixels(self, messages: Sequence[Message]) -> list[Any]:
-        """Of each image. What is new only is decoded here, without a thread: a session begins a call at once."""
+        """Decodes each image, without a thread: a session begins a call at once."""
         return [load_image(image) for image in self.images_of(messages)]
 
     def _escaped(self, message: Message) -> Message:
@@ -592,5 +592,5 @@ def _named(messages: Sequence[Message]) -> list[Message]:
 
 
 def _image_key(part: Mapping[str, Any]) -> str:
-    """By the image's content, or by its address."""
+    """Names an image by its content, or by its address."""
     return str(part.get("sha256") or part["image"])

@@ -1,4 +1,4 @@
-"""Where an agent's program runs: a process of this machine, bubblewrap, a container.
+"""Sandboxes for an agent's program: a process of this machine, bubblewrap, a container.
 
     start --> put* --> run --> get* --> stop        one sandbox a rollout
 
@@ -45,10 +45,10 @@ _END_S = _GRACE_S + 8.0
 """For the reaper to have ended everything; then its process group is killed."""
 
 _OUTPUT_BYTES = 8_192
-"""Of a program's output, its end: what says why it failed."""
+"""The end of a program's output, which tells why it failed."""
 
 _PORT = 8_383
-"""Of the gateway inside a sandbox with a network of its own."""
+"""The gateway's port inside a sandbox with a network of its own."""
 
 _OPEN_FILES = 4_096
 
@@ -68,10 +68,10 @@ _SEEN_OF_ETC = (
     *("localtime", "nsswitch.conf", "passwd", "resolv.conf", "terminfo"),
     *("ssl/certs", "ssl/cert.pem", "ssl/openssl.cnf", "pki/ca-trust", "pki/tls/certs", "pki/tls/cert.pem"),
 )
-"""What bubblewrap shows of the system. The rest of /etc may hold secrets, as /etc/ssl/private does."""
+"""bubblewrap shows these parts of the system. The rest of /etc may hold secrets, as /etc/ssl/private does."""
 
 _PASSED = re.compile(r"PATH|LANG|LANGUAGE|LC_\w+|TZ|TERM")
-"""What a program gets of rollstream's own environment."""
+"""A program gets these variables of rollstream's own environment."""
 
 
 class SandboxError(TransientError):
@@ -127,7 +127,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Sandbox(Protocol):
-    """Where the programs of one rollout run. Paths are relative to `root`."""
+    """Runs the programs of one rollout. Paths are relative to `root`."""
 
     root: str
     """Its folder, as a program sees it; `work`, `io`, `home` and `tmp` are in it."""
@@ -401,7 +401,7 @@ class LocalSandbox:
         return [*words, options.image, *command[1:]], outer
 
     def _mounts(self, command: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
-        """What a command sees besides the system: from, to, writable."""
+        """Yields what a command sees besides the system: from, to, writable."""
         for word in dict.fromkeys(command[1:]):
             if word.startswith("/") and not word.startswith(self.root) and named_path(word) is not None:
                 yield word, word, False
@@ -418,7 +418,7 @@ _KINDS = {
     "podman": LocalSandbox._docker,
 }
 _OWN_PROCESSES = {"none": 0, "bubblewrap": 3}
-"""Of a sandbox itself."""
+"""Processes of the sandbox itself."""
 
 
 def _parents(path: str) -> Iterator[str]:
@@ -474,7 +474,7 @@ def read_mount(mount: str) -> tuple[str, str, bool]:
 
 
 def program_environment(names: Sequence[str] = ()) -> dict[str, str]:
-    """What a program gets of rollstream's own environment: no secrets but those that are named.
+    """The part of rollstream's own environment that a program gets: no secrets but those that are named.
 
     Raises:
         ConfigError: one that is named is not set.
@@ -525,7 +525,7 @@ def check_sandbox(options: SandboxOptions) -> None:
 
 
 def _said(command: Sequence[str]) -> str | None:
-    """What a command says when it fails; None when it does not."""
+    """Runs a command; its error output when it fails, else None."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMMAND_S, check=False

@@ -45,7 +45,7 @@ from rollstream.agent.tokens import TokenTrack
 from rollstream.trajectory import Completion, Message, Metrics, Trajectory
 
 _TOKEN_BYTES, _CALL_BYTES = 48, 2_000
-"""What a token and a call take here, their text apart: about."""
+"""Memory of a token and of a call here, without their text, roughly."""
 
 _FLOAT = re.compile(rb"\d\.0\b|\de")
 """A number that may be a whole one, or a text like it."""
@@ -66,7 +66,7 @@ class Segment:
     is_side_call: bool
     """Whether its calls say that they are side calls."""
     ids: list[int] = field(default_factory=list)
-    """What was given and sampled behind that."""
+    """Given and sampled ids behind the prompt."""
     turns: "list[Turn]" = field(default_factory=list)
 
 
@@ -76,7 +76,7 @@ class Ask:
 
     segment: Segment
     parent: "Turn | None"
-    """What it goes on after; None: it begins a conversation."""
+    """The answer before it; None: it begins a conversation."""
     tools: Sequence[dict[str, Any]]
     given: Sequence[Message]
     """Messages after the parent's, as the client sent them."""
@@ -87,15 +87,15 @@ class Ask:
     begun: int
     """Tells what came first, together with `Turn.answered`."""
     place: int
-    """Of the parent's answer."""
+    """The place of the parent's answer."""
     keys: Sequence[Hashable]
-    """Of `given`."""
+    """The keys of `given`."""
     number: int
     """Its answer is the first, second, ... one of its conversation."""
     serial: int
     """It is the first, second, ... call of the session."""
     path: bytes
-    """Of what the conversation has, and how often that was asked before: the same when calls come anew, in
+    """A digest of the conversation and of how often it was asked before: the same when calls come anew, in
     whatever order. For its seed."""
     turns_hash: int
     """Names the conversation apart from its system messages, see `_hash_turns`."""
@@ -143,15 +143,15 @@ class Turn:
 
     ask: Ask
     name: str
-    """What the client knows the answer by."""
+    """The answer's id, as the client knows it."""
     message: Message
     completion: Completion
     answered: int
-    """As `Ask.begun`."""
+    """On the clock of `Ask.begun`."""
     start: int
-    """Where its answer begins in its segment's ids."""
+    """The offset of its answer in its segment's ids."""
     place: int
-    """Where its conversation leads, see `Session`."""
+    """The place that its conversation leads to, see `Session`."""
     turns_hash: int
     """See `Ask.turns_hash`."""
     stop: str | None = None
@@ -172,7 +172,7 @@ class Turn:
 
 
 class Renderer(Protocol):
-    """What the model is shown: messages, and their ids."""
+    """Renders what the model is shown: messages, and their ids."""
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, first: bool
@@ -181,7 +181,7 @@ class Renderer(Protocol):
         ...
 
     def after(self, turn: Turn, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[int]]:
-        """What is new after an answer: the end of its turn, the messages, the beginning of the next answer."""
+        """Renders what follows an answer: the end of its turn, the messages, the beginning of the next answer."""
         ...
 
 
@@ -202,9 +202,9 @@ class Session:
         self._first: int | None = None
         self._tools: tuple[Sequence[dict[str, Any]], int] | None = None
         self._roots: dict[bytes, int] = {}
-        """Where conversations with these tools begin. Even numbers; other places are odd."""
+        """The places at which conversations with these tools begin: even numbers; other places are odd."""
         self._next: dict[tuple[int, Hashable], int] = {}
-        """Where a message leads to."""
+        """The place that a message leads to."""
         self._ends: dict[int, list[Turn]] = {}
         """The turns whose answers lead there, the newest one last: their texts are the same."""
         self._said: dict[Hashable, Turn] = {}

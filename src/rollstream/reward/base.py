@@ -1,4 +1,4 @@
-"""What a reward promises, and rewards that are a function of the user's."""
+"""The contract of rewards, and rewards that are a function of the user's."""
 
 import functools
 import math
@@ -16,12 +16,12 @@ ComputeScore = Callable[..., Any]
 
 
 class Score(NamedTuple):
-    """What a rollout is worth."""
+    """A rollout's reward, and what comes with it."""
 
     reward: float | None
     """Finite; None when no rule knows the row's data source: not scored."""
     extra: dict[str, Any]
-    """What else the reward function said; values that JSON knows."""
+    """The reward function's other results; JSON values."""
 
 
 @runtime_checkable
@@ -122,7 +122,7 @@ async def call_score(
 
 
 def last_answer(messages: Sequence[Message]) -> str | None:
-    """What is scored: the text of the last assistant message; None where no message of the assistant has any."""
+    """The text of the last assistant message, which is scored; None where no message of the assistant has any."""
     for message in reversed(messages):
         if message.get("role") == "assistant" and isinstance(message.get("content"), str):
             return str(message["content"])
@@ -130,7 +130,7 @@ def last_answer(messages: Sequence[Message]) -> str | None:
 
 
 _SCORED_EXTRAS = ("tool_rewards", "tool_scores", "turn_scores", "interaction_score")
-"""What a loop may leave in a trajectory's `extra` that a reward may want to know."""
+"""A loop may leave these in a trajectory's `extra`, and a reward may want to know them."""
 
 
 def scored_row(row: PromptRow, trajectory: Trajectory) -> PromptRow:
@@ -218,7 +218,7 @@ def _text(value: Any) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """What an exception of the user's says, as text that can be stored."""
+    """The text of a user's exception, in a form that can be stored."""
     try:
         return str(error).encode("utf-8", "backslashreplace").decode()
     except Exception:  # its own __str__ fails

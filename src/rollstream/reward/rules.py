@@ -24,9 +24,9 @@ class Rule:
     """A built-in reward."""
 
     prefix: str
-    """Of the data sources it scores: `reasoning_gym` scores `reasoning_gym` and `reasoning_gym/...`."""
+    """The data sources it scores: `reasoning_gym` scores `reasoning_gym` and `reasoning_gym/...`."""
     function: ComputeScore
-    """As verl's `compute_score`."""
+    """Has the signature of verl's `compute_score`."""
     prepare: Callable[[], object] | None
     """Imports what the function needs; called at start, without its timeout."""
 

@@ -1,4 +1,4 @@
-"""What it takes to test an agent loop or a pool without a model: a scripted engine and a stub server.
+"""A scripted engine and stub servers, to test agent loops and pools without a model.
 
 `ChatStub`, `Faults`, `Latency`, `ScriptedEngine`, `StubModel`, `StubServer` and `answer_by_text` can be
 imported from here.

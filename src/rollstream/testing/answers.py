@@ -13,7 +13,7 @@ BLOCK_TOKENS = 8
 """Small enough that 16-token answers to different prompts differ (2 blocks: 65,536 of them)."""
 
 _BLOCKS = 256
-"""One byte of the hash chooses a block."""
+"""A byte of the hash chooses a block."""
 
 
 class AnswerBook:

@@ -1,4 +1,4 @@
-"""What both stub servers are: a listener in this process that can be stopped, started again and killed."""
+"""The base of both stub servers: a listener in this process that can be stopped, started again and killed."""
 
 import asyncio
 from typing import Self

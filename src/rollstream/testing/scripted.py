@@ -15,7 +15,7 @@ from rollstream.trajectory import Completion, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ScriptedRequest:
-    """One call of `generate`."""
+    """A call of `generate`."""
 
     request_id: str
     prompt_ids: list[int]
@@ -93,7 +93,7 @@ class ScriptedEngine:
         self.requests: list[ScriptedRequest] = []
         """Every request that arrived, in order."""
         self.completions: list[tuple[str, Completion]] = []
-        """What was answered: `(request id, completion)`, in order."""
+        """All answers, `(request id, completion)`, in order."""
         self.peak_in_flight = 0
         self.policy_version = 0
         self.started = False
@@ -229,7 +229,7 @@ class ScriptedEngine:
 async def ask_rule(
     rule: AnswerRule, request: ScriptedRequest, book: AnswerBook, *, version: int = 0
 ) -> Completion:
-    """What a rule answers, as a completion; a whole one as it is, of ids at most `max_tokens`.
+    """Asks a rule, and makes a completion of its answer; a whole one as it is, of ids at most `max_tokens`.
 
     Args:
         rule: asked once.

@@ -16,7 +16,7 @@ _TOKEN_PIXELS = 28
 """Width and height of an image token, as of Qwen2-VL."""
 
 _PNG_SIZE = slice(16, 24)
-"""Where a PNG file has its width and height, 4 bytes each."""
+"""The place of a PNG file's width and height, 4 bytes each."""
 
 _NO_ID = 2**31 - 1
 """In no vocabulary."""
@@ -56,7 +56,7 @@ def book_rule(
 
 
 def read_request(query: Mapping[str, Any], rid: str) -> ScriptedRequest:
-    """What a client asks; how to sample has our defaults where it does not say.
+    """Reads a client's request; sampling has our defaults where it does not say.
 
     Raises:
         KeyError, TypeError, ValueError: it is not of SGLang's form.

@@ -24,7 +24,7 @@ _PIECES = re.compile(r"\s*\S+\s*|\s+")
 
 @dataclass(frozen=True, slots=True)
 class ChatFault:
-    """What becomes of one request.
+    """The fate of one request.
 
     | kind | |
     |---|---|
@@ -100,7 +100,7 @@ class ChatStub(HttpStub):
         self.retry_after = retry_after
         self.pause = pause
         self.faults: deque[ChatFault | None] = deque()
-        """Of the next requests, one each; a request without one goes well."""
+        """Faults of the next requests, one each; a request without one goes well."""
         self.requests: list[dict[str, Any]] = []
         """Bodies of all requests, in order; those that were refused included."""
         self.arrivals: list[float] = []

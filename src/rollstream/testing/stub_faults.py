@@ -1,4 +1,4 @@
-"""What a stub server does wrong, and how long it takes: chosen by seed, so that a run can be repeated."""
+"""The faults and latencies of a stub server, chosen by seed, so that a run can be repeated."""
 
 import random
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Faults:
     truncate: float = 0.0
     """A whole HTTP reply with half of its JSON."""
     short_logprobs: float = 0.0
-    """One log-prob fewer than there are ids."""
+    """The reply has a log-prob fewer than ids."""
     bad_ids: float = 0.0
     """An id outside every vocabulary."""
     wrong_rid: float = 0.0
@@ -37,7 +37,7 @@ class Faults:
     error_status: int = 500
     """Which 5xx (or 429)."""
     info_status: int = 200
-    """Of `/get_model_info` and `/get_server_info`."""
+    """The status of `/get_model_info` and `/get_server_info`."""
     die_after: int | None = None
     """The server dies when this many requests have been answered, with all that are in flight."""
     unhealthy: bool = False

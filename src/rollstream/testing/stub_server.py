@@ -42,10 +42,10 @@ _IMAGE_DIGESTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class StubModel:
-    """What a stub server says of the model that it plays."""
+    """The model that a stub server plays."""
 
     path: str | None = None
-    """None says nothing of a model, and is taken for any."""
+    """`None` names no model, and is taken for any."""
     vocab_size: int = 512
     """A prompt id beyond it is a 400."""
     context_length: int | None = None
@@ -59,7 +59,7 @@ class StubModel:
 
 @dataclass(slots=True)
 class Stats:
-    """What a stub server has seen. Served at `/stub/stats`."""
+    """A stub server's counters. Served at `/stub/stats`."""
 
     requests: int = 0
     """`/generate` requests that arrived."""
@@ -120,7 +120,7 @@ class StubServer(HttpStub):
         """Reported, also with every answer."""
         self.stats = Stats()
         self.on_death: Callable[[], None] = self._die_in_process
-        """What `Faults.die_after` does: here the sockets close at once, as when a process is killed."""
+        """The effect of `Faults.die_after`: here the sockets close at once, as when a process is killed."""
         self._work = StubWork(max_running)
         self._asking: dict[str, asyncio.Future[Completion]] = {}
         """Rules that are at work, by request."""
@@ -208,7 +208,7 @@ class StubServer(HttpStub):
     async def _answer(
         self, asked: ScriptedRequest, fault: Fault | None
     ) -> tuple[Completion | None, float | None]:
-        """What to say, None for an error, and how much of it was done when the request was aborted; None: all."""
+        """The answer, None for an error, and the share of it that was done when the request was aborted; None: all."""
         completion, tokens = None, 0
         if fault not in ("error", "bad_request", "drop"):
             asking = asyncio.ensure_future(ask_rule(self.rule, asked, self.book))

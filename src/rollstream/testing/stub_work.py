@@ -38,7 +38,7 @@ class StubWork:
         return rid in self._running or rid in self._waiting
 
     def names(self) -> list[str]:
-        """Of all requests, those that run first."""
+        """The ids of all requests, those that run first."""
         return [*self._running, *self._waiting]
 
     async def do(self, rid: str, seconds: float) -> float | None:

@@ -71,7 +71,7 @@ _GROUP_S = 300.0
 
 @dataclass(slots=True)
 class GroupCounters:
-    """What happened so far."""
+    """Groups so far."""
 
     begun: int = 0
     finished: int = 0
@@ -84,7 +84,7 @@ class GroupCounters:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What has been generated and waits in memory for the trainer."""
+    """The finished rollouts that wait in memory for the trainer."""
 
     groups: int
     rollouts: int
@@ -202,7 +202,7 @@ class BatchesAhead(GenerationThread[Group]):
         self.counters = GroupCounters()
         self._dropped = 0  # of them, those told with the batches before
         self.times = StepTimes()
-        """Where the time of each whole step went."""
+        """The times of each whole step."""
 
     @property
     def bound(self) -> int:
@@ -216,7 +216,7 @@ class BatchesAhead(GenerationThread[Group]):
 
     @property
     def engine_version(self) -> int:
-        """What groups that are begun now are stamped with; during an update, the version before it."""
+        """The version that groups begun now are stamped with; during an update, the one before it."""
         return self._engine_version
 
     @property
@@ -232,7 +232,7 @@ class BatchesAhead(GenerationThread[Group]):
 
     @property
     def waiting(self) -> Waiting:
-        """What is finished and not delivered: what asynchrony costs in memory."""
+        """The groups that are finished and not delivered: the memory that asynchrony costs."""
         with self._changed:
             groups = self._schedule.waiting
         return Waiting(
@@ -405,7 +405,7 @@ class BatchesAhead(GenerationThread[Group]):
             self._current.drain_s += drained - began
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been trained on, and what the plan and the policies have learnt: JSON values.
+        """The trained positions, and what the plan and the policies have learnt, as JSON values.
 
         Save it with the weights of the same step. What was delivered and not trained is owed again.
         """
@@ -552,7 +552,7 @@ class BatchesAhead(GenerationThread[Group]):
             self._current = None
 
     def _tell(self, learns: str, group: Group) -> None:
-        """What plan, filters and rank learn from a group, if they do."""
+        """Tells plan, filters and rank of a group, if they learn."""
         for one in (self._schedule.plan, *self._policies):
             if (learn := getattr(one, learns, None)) is not None:
                 learn(group)

@@ -27,7 +27,7 @@ _CAUSE_S = 5.0
 
 @dataclass(slots=True)
 class BatchRequest:
-    """What a batch is made of."""
+    """Asks for a batch."""
 
     batch_id: int
     """Unique among those that are pending or completed."""
@@ -46,9 +46,9 @@ class BatchResult:
 
     batch_id: int
     results: Any
-    """What the generate function returned."""
+    """The generate function's return value."""
     version: int = 0
-    """Of the request: stamped before the wait."""
+    """The request's version, stamped before the wait."""
     generation_time: float = 0.0
     """Seconds, retries and the waits before them included."""
     queue_time: float = 0.0

@@ -53,7 +53,7 @@ def collate(trajectories: Sequence[Trajectory], *, pad_token_id: int = 0) -> "di
 
 
 def emission_views(trajectory: Trajectory) -> list[Trajectory]:
-    """What the model saw and answered at each call, a trajectory of each: every token of a response is sampled.
+    """Splits a trajectory into its engine calls, a trajectory each: every token of a response is sampled.
 
     For loops that train on single calls: `collate([view for one in trajectories for view in emission_views(one)])`.
     Reward, messages and what else is known stay those of the whole.

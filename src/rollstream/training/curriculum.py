@@ -96,7 +96,7 @@ class Curriculum(Plan):
         return self._decided[position]
 
     def success(self, index: int) -> float:
-        """What is believed of a row now."""
+        """The estimate of a row's success, 0 to 1."""
         return float(self._success[index])
 
     def observe(self, group: Group) -> None:

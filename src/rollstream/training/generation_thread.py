@@ -35,7 +35,7 @@ T = TypeVar("T")
 W = TypeVar("W")
 
 RETRY = RetryPolicy(max_attempts=3, delay=1.0, delay_max=30.0)
-"""As the configuration's defaults for rollouts."""
+"""The configuration's defaults for rollouts."""
 
 START_S = 600.0
 """For a generator to get ready: engines that load large models take minutes."""
@@ -57,9 +57,10 @@ default is ten times as long. A trainer asks for it again after every operator t
 async def try_again(
     call: Callable[[], Awaitable[T]], what: str, retry: RetryPolicy, *, until: float = math.inf
 ) -> tuple[T, int]:
-    """What a call returns, and the attempts that it took; what may pass is tried again after a back-off.
+    """Calls until it succeeds; returns the result and the attempts.
 
-    An engine that is away is charged to nobody. Nothing is tried again at `until` (of the monotonic clock).
+    An error that may pass is tried again after a back-off; an engine that is away is charged to nobody.
+    Nothing is tried again at `until` (of the monotonic clock).
     """
     attempts, waits = 1, 0
     while True:
@@ -261,7 +262,7 @@ class GenerationThread(ABC, Generic[W]):
             ) from None
 
     def _wait_for(self, ready: Callable[[], T | None], timeout: float | None) -> T | None:
-        """What `ready` says, once it says anything but None; it is asked again after every change.
+        """Waits until `ready` returns something else than None, and returns that; it is asked again after every change.
 
         Args:
             ready: called with the lock held.
@@ -282,7 +283,7 @@ class GenerationThread(ABC, Generic[W]):
                 self._changed.wait(left)
 
     def _describe(self) -> str:
-        """What the thread does, for an error message: where it is, if its event loop does not answer.
+        """Says for an error message what the thread does: where it is, if its event loop does not answer.
 
         Without the lock held, for which the thread may be waiting.
         """

@@ -16,7 +16,7 @@ class Group:
     start: int
     """The engine's version when it was begun: stamped before the wait, never after."""
     rollouts: Sequence[Any] = ()
-    """What the generator returned: `Rollout`s, where it is the house's."""
+    """The generator's result: `Rollout`s from rollstream's own; anything else from another one."""
     begun_at: float = 0.0
     """Seconds of the monotonic clock, as `finished_at`."""
     finished_at: float = 0.0
@@ -42,7 +42,7 @@ class Group:
 
     @property
     def index(self) -> int:
-        """Of the prompt row."""
+        """The prompt row's index."""
         return self.planned.index
 
     @property
@@ -52,7 +52,7 @@ class Group:
 
     @property
     def rewards(self) -> list[float | None]:
-        """Of its rollouts, in their order; None: not scored, or not a `Rollout`."""
+        """The reward of each rollout; None: not scored, or not a `Rollout`."""
         return [reward_of(rollout) for rollout in self.rollouts]
 
     @property
@@ -64,7 +64,7 @@ class Group:
 
 @dataclass(slots=True)
 class GroupBatch:
-    """What the trainer trains with version `step`."""
+    """The groups that the trainer trains with version `step`."""
 
     step: int
     groups: list[Group]
@@ -75,17 +75,17 @@ class GroupBatch:
 
     @property
     def staleness(self) -> list[int]:
-        """Of each group: `step` minus the version at which it was begun."""
+        """For each group, `step` minus the version at which it was begun."""
         return [self.step - group.start for group in self.groups]
 
     @property
     def rollouts(self) -> list[Any]:
-        """Of all groups, group by group."""
+        """The rollouts of all groups, group by group."""
         return [rollout for group in self.groups for rollout in group.rollouts]
 
     @property
     def trajectories(self) -> list[Any]:
-        """Of all rollouts, one by one: a rollout's snapshots come before its final trajectory.
+        """The trajectories of all rollouts: a rollout's snapshots come before its final trajectory.
 
         At least as many as rollouts. Empty where the generator returns no `Rollout`s.
         """

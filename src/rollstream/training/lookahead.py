@@ -70,13 +70,13 @@ class AsyncDataLoaderWrapper:
         return len(self.dataloader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        """What else the loader has (`batch_size`, `dataset`, `sampler`, …)."""
+        """The loader's other attributes (`batch_size`, `dataset`, `sampler`, …)."""
         if name == "dataloader":
             raise AttributeError(name)
         return getattr(self.dataloader, name)
 
     def set_epoch(self, epoch: int) -> None:
-        """What trainers call before each epoch: the loader was told when the epoch was first read."""
+        """Does nothing: the loader was told when the epoch was first read. Trainers call it before each epoch."""
 
     @property
     def epoch(self) -> int:

@@ -19,14 +19,14 @@ _EPOCHS_KEPT = 3
 
 @dataclass(frozen=True, slots=True)
 class PlannedGroup:
-    """One place in the plan."""
+    """A place in the plan."""
 
     position: int
     """Place in the endless stream, >= 0."""
     epoch: int
     """Pass over the prompt rows, from 0."""
     index: int
-    """Of the prompt row (`PromptRow.index`, or a position in whatever the generator looks up)."""
+    """The prompt row: `PromptRow.index`, or a position in whatever the generator looks up."""
 
 
 class Plan(Protocol):
@@ -44,7 +44,7 @@ class Plan(Protocol):
         ...
 
     def identity(self) -> dict[str, Any]:
-        """What decides the sequence: JSON values. A saved state of another identity is refused (R6)."""
+        """The facts that decide the sequence, as JSON values. A saved state of another identity is refused (R6)."""
         ...
 
     def forget(self, below: int) -> None:
@@ -52,7 +52,7 @@ class Plan(Protocol):
         return
 
     def state_dict(self) -> dict[str, Any]:
-        """What the plan has learnt and decided: JSON values."""
+        """All that the plan has learnt and decided, as JSON values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ _CLOSE_S = 10.0
 
 
 class _GroupActor:
-    """What runs in an actor."""
+    """Runs in a Ray actor."""
 
     def __init__(self, make: Callable[[], GroupGenerator]) -> None:
         self._make = make
@@ -139,7 +139,7 @@ class RayGroups:
 
 
 async def _answer(method: Any, *args: Any) -> Any:
-    """What an actor answers.
+    """Awaits an actor's answer.
 
     Raises:
         TransientError: it died; Ray restarts it.

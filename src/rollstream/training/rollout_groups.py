@@ -18,7 +18,7 @@ from rollstream.training.plan import PlannedGroup
 from rollstream.trajectory import Failure, PromptRow, Rollout
 
 Late = Literal["drop", "partial"]
-"""What becomes of a group at its deadline: `drop` it (it is replaced), or train on the `partial` group."""
+"""At its deadline a group is dropped (and replaced), or the partial group is trained on."""
 
 _IN_FLIGHT = 256
 """Rollouts at once; the configuration's default, and what engines with continuous batching can use."""

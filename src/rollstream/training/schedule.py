@@ -194,7 +194,7 @@ class GroupSchedule:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What was trained and dropped, and the plan: JSON values. What is in flight is not in it."""
+        """The trained and dropped positions, and the plan, as JSON values; nothing that is in flight."""
         settled = sorted(self._settled.items())
         return {
             "format": _FORMAT,

@@ -23,7 +23,7 @@ from rollstream.training.group import Group
 
 
 class Policy(Protocol):
-    """What filters and ranks have in common."""
+    """The common part of filters and ranks."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""What asynchrony would bring, before anything is run: discrete events over the real admission and delivery.
+"""Predicts what asynchrony would bring: discrete events over the real admission and delivery.
 
 The schedule is the one that a training run uses (`GroupSchedule`), so what is predicted is what it does; the
 engine is a number of slots, each generating one group at a time, and the trainer a duration.
@@ -21,7 +21,7 @@ from rollstream.training.staleness import StalenessRule
 Kind = Literal["constant", "exponential", "lognormal", "pareto"]
 
 _SHAPES = {"constant": 0.0, "exponential": 0.0, "lognormal": 0.8, "pareto": 2.5}
-"""Where no shape is given: a log-normal as response lengths of chat models are spread; a Pareto whose longest
+"""The default shapes: a log-normal as response lengths of chat models are spread; a Pareto whose longest
 of a hundred is some four times the mean."""
 
 _WORTH_IT = 1.05
@@ -89,11 +89,11 @@ class Setup:
     """A training run, as far as its times depend on it."""
 
     generation: Duration
-    """Of one group, when the engine works on it."""
+    """Seconds of one group, when the engine works on it."""
     training_s: float
-    """Of one step."""
+    """Seconds of one step."""
     update_s: float = 0.0
-    """Of one weight update, in which the trainer waits."""
+    """Seconds of one weight update, in which the trainer waits."""
     groups_per_step: int = 32
     slots: int | None = None
     """Groups that all engines together generate at once; None: `groups_per_step`."""
@@ -224,7 +224,7 @@ class Comparison:
         """The same with so many batches ahead (0: synchronous), and a staleness bound of as many steps."""
         in_flight = replace(setup, weights="in_flight")
         self.in_flight = simulate(in_flight)
-        """As asked, but weight updates wait for nobody."""
+        """The setup, but weight updates wait for nobody."""
         slack = _SLACK * setup.ahead
         self.first = simulate(replace(in_flight, order="first", max_staleness=slack))
         """That with `order="first"` and a greater staleness bound: long groups are overtaken."""

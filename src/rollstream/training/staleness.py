@@ -61,7 +61,7 @@ class StalenessRule:
         return max(0, min(room, batches * self.groups_per_step - outstanding))
 
     def must_take(self, starts: Mapping[int, int], *, next_step: int) -> list[tuple[int, int]]:
-        """What batch `next_step` must hold: `(version, number)`: so many groups begun at `version` or before.
+        """The groups that batch `next_step` must hold, as `(version, number)`: so many begun at `version` or before.
 
         Only pairs with a number > 0, versions ascending.
         """

@@ -1,4 +1,4 @@
-"""Where the time of each step went, for logs and for a table at the end."""
+"""Times of each step, for logs and for a table at the end."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -12,7 +12,7 @@ _STEPS_KEPT = 10_000
 
 @dataclass(slots=True)
 class StepTime:
-    """One step, from the trainer's asking for its batch until it asks for the next."""
+    """A step lasts from the trainer's asking for its batch until it asks for the next."""
 
     step: int
     wait_s: float
@@ -22,7 +22,7 @@ class StepTime:
     weights_s: float = 0.0
     """The weight update after it, the wait for an idle engine included."""
     drain_s: float = 0.0
-    """Of that, the wait for an idle engine."""
+    """The part of `weights_s` that waited for an idle engine."""
     total_s: float = 0.0
     """The whole step; what the others leave over is the trainer's own (saving, logging, …)."""
     generation_s: float = 0.0
@@ -31,7 +31,7 @@ class StepTime:
     queue_s: float = 0.0
     """Mean over the batch's groups: finished, and waiting for the trainer."""
     staleness: list[int] = field(default_factory=list)
-    """Of each group of the batch, in steps."""
+    """Steps, for each group of the batch."""
     engine_busy_s: float = 0.0
     """Seconds of the step in which at least one group was being generated."""
     unscored: float = 0.0

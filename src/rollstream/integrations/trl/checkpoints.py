@@ -1,4 +1,4 @@
-"""What a checkpoint of the trainer's has beside TRL's files, which of them are whole, and Ctrl-C."""
+"""rollstream's own state in a trainer's checkpoint, which checkpoints are whole, and Ctrl-C."""
 
 import json
 import logging
@@ -100,7 +100,7 @@ class Interrupt:
 
 
 def how_to_resume(folder: str, step: int) -> str:
-    """What to do to go on after a training that was ended at a step."""
+    """Says how to resume a training that was ended at a step."""
     try:
         last = last_whole(folder)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What a user says of the rollouts: an environment's keys, the trainer's own values, and prompt rows.
+"""The user's settings of the rollouts: an environment's keys, the trainer's own values, and prompt rows.
 
 Agent loop, tools, rewards and engine are those of `rollstream generate`, by the same keys. What the trainer
 decides (sampling, lengths, seed, repeats) comes from its own arguments.
@@ -55,10 +55,10 @@ _SEEDED = ("hf", "openvino")
 
 @dataclass(frozen=True, slots=True)
 class TrainerSays:
-    """What the trainer decides of the rollouts."""
+    """The trainer's part of the settings of rollouts."""
 
     model_path: str | None
-    """Of the model as it was loaded; the environment's own key goes before it."""
+    """The folder or name that the model was loaded from; the environment's own key goes before it."""
     temperature: float
     response_length: int
     n: int
@@ -95,7 +95,7 @@ class RolloutEnvironment:
             refuse_keys(given, [key], f"is the trainer's to decide: set {argument} in its arguments")
         refuse_without_effect(given, self._overrides, self._layers)
         self.engine_name: str = given.actor_rollout_ref.rollout.name
-        """Of the engine that generates."""
+        """The generating engine's name."""
         other = compose().generation.attempt_timeout + 1
         self.limits_attempts = is_set(given, self._overrides, self._layers, "attempt_timeout", other)
         """Whether `generation.attempt_timeout` is set, if to its default."""
@@ -233,7 +233,7 @@ def refuse_sampling(sampling: SamplingParams, temperature: float) -> None:
 
 
 def datasets_of(evaluated: Any) -> list[Any]:
-    """What TRL takes as `eval_dataset`, as far as it can be looked into before: not what is streamed."""
+    """The datasets in TRL's `eval_dataset` that can be looked into before: not those that are streamed."""
     from datasets import Dataset
 
     given = evaluated.values() if isinstance(evaluated, Mapping) else [evaluated]

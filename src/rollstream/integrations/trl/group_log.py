@@ -72,7 +72,7 @@ def _step(line: bytes) -> int:
 def group_records(
     batch: GroupBatch, rewards: Sequence[float | None], load_row: Callable[[int], PromptRow]
 ) -> list[dict[str, Any]]:
-    """What is noted of a batch's groups.
+    """The lines for a batch's groups.
 
     Args:
         batch: as it was delivered.

@@ -84,7 +84,7 @@ class EnvironmentGroups:
         self._opened = contextlib.AsyncExitStack()
         self._places = asyncio.Semaphore(0)
         self.engine: TrainedEngine | None = None
-        """What generates; None before `start`."""
+        """The engine; None before `start`."""
 
     async def start(self) -> None:
         settings = to_settings(await in_daemon_thread(self._environment.resolve, self._trainer))
@@ -125,7 +125,7 @@ class EnvironmentGroups:
         return rollouts
 
     async def run_rows(self, rows: Sequence[PromptRow]) -> list[Rollout]:
-        """One rollout of each row, in their order.
+        """Makes one rollout of each row, in their order.
 
         Raises:
             TrainingError: all failed; with a cause.
@@ -211,7 +211,7 @@ class TrainedEngine(ContinuingEngine):
 
 
 async def within(running: Any, seconds: float, availability: EngineAvailability) -> Any:
-    """What a coroutine returns.
+    """Awaits a coroutine for so long.
 
     Raises:
         TimeoutError: it took longer; it is cut off. When the engine has been away meanwhile it has its time again.

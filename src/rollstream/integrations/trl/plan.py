@@ -109,7 +109,7 @@ def make_plan(args: "GRPOEnvConfig", rows: int, *, batches: int, shuffle: bool) 
 
 
 def find_curriculum(name: str, groups: int) -> Any:
-    """What weighs the rows of a training of so many groups.
+    """The function that weighs the rows of a training of so many groups.
 
     Raises:
         ConfigError: there is no such name.
@@ -118,7 +118,7 @@ def find_curriculum(name: str, groups: int) -> Any:
 
 
 def make_policies(args: "GRPOEnvConfig") -> dict[str, Any]:
-    """What `BatchesAhead` is told of filters, priority and dynamic batches.
+    """`BatchesAhead`'s arguments for filters, priority and dynamic batches.
 
     Raises:
         ConfigError: there is no such name.

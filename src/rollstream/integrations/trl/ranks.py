@@ -17,7 +17,7 @@ _TRAININGS = itertools.count()
 
 
 def from_main(accelerator: Any, make: Callable[[], T]) -> T:
-    """What `make` returns in the main process, in every process.
+    """Calls `make` in the main process; every process gets its result.
 
     Raises:
         Exception: `make`'s own, in the main process.
@@ -46,7 +46,7 @@ def from_main(accelerator: Any, make: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def failing_together(accelerator: Any) -> Iterator[None]:
-    """Where another process failed first, raises a `TrainingError` with its rank and cause.
+    """Raises a `TrainingError` with the rank and cause of the process that failed first, if another did.
 
     The first process that fails writes the cause to the job's store. When it has ended, the launcher sends
     SIGTERM to the others, and their collective operations fail: they read the cause there.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 Fields = dict[str, list[Any]]
-"""What TRL's `rollout_func` returns, and what reward functions get beside it, see `to_rows`."""
+"""The fields that TRL's `rollout_func` returns, and those that reward functions get beside them, see `to_rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class BatchRows:
     """The rollouts of a batch, of all processes."""
 
     fields: Fields
-    """Of the final trajectories, one entry for each rollout."""
+    """The final trajectories, one entry for each rollout."""
     snapshots: list[Snapshot]
     figures: dict[str, float]
     """For the log: means over the rollouts that did not fail."""
@@ -92,7 +92,7 @@ def to_rows(rollouts: Sequence[Rollout], *, end_id: int) -> BatchRows:
 
 
 def empty_row(end_id: int) -> Row:
-    """One masked token."""
+    """A row of one masked token."""
     return Row([end_id], [end_id], [0], [0.0])
 
 

@@ -83,7 +83,7 @@ from rollstream.trajectory import PromptRow, SamplingParams
 logger = logging.getLogger(__name__)
 
 _ROLLOUT_SHARE = 0.8
-"""Of the time for which a batch is waited for, what one rollout of it may take. One that hangs has failed
+"""The share of the time for a batch that one rollout of it may take. One that hangs has failed
 then, while the batch can still come; most are begun before it is asked for, so little has to be left."""
 
 _FILLS = TrainingError("it only fills up a batch")
@@ -210,7 +210,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
 
     @property
     def batches(self) -> BatchesAhead | None:
-        """What generates ahead; None before the first batch, and in all but the main process."""
+        """The batches that are generated ahead; None before the first one, and in all but the main process."""
         return self._batches
 
     async_generator = batches
@@ -218,11 +218,11 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Where the time of each batch went; None where `batches` is."""
+        """The times of each batch; None where `batches` is."""
         return None if self._batches is None else self._batches.times
 
     def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **keywords: Any) -> Any:
-        """As `Trainer.train`. Generation ends with it, however it ends, by SIGTERM too (`SystemExit`).
+        """Trains as `Trainer.train` does. Generation ends with it, however it ends, by SIGTERM too (`SystemExit`).
 
         Raises:
             TrainingError: generation failed (the cause is attached), or another process did.
@@ -253,7 +253,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             raise
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **keywords: Any) -> Any:
-        """As `Trainer.evaluation_loop`; the same rows have the same indices, and so seeds, each time.
+        """Evaluates as `Trainer.evaluation_loop` does; the same rows have the same indices, and so seeds, each time.
 
         Outside of a training an engine is started for it, and ends with it. The metrics also have the figures
         of `rollstream eval`, of the environment's reward.
@@ -411,7 +411,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids_list: Any
     ) -> Any:
-        """Of all processes `[rollouts, functions]`; NaN for a failed rollout: it has no part in a mean.
+        """The rewards of all processes, `[rollouts, functions]`; NaN for a failed rollout: it has no part in a mean.
 
         Raises:
             TrainingError: no rollout of a batch to train on has a reward, because the environment's raised.
@@ -473,7 +473,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         return grown
 
     def _as_masked(self, row: Row, pad_id: int) -> Row:
-        """As TRL's `mask_truncated_completions` has it."""
+        """The row as TRL's `mask_truncated_completions` wants it."""
         ended = row.completion_ids[-1] in (*self.eos_token_ids, pad_id)
         return row if ended or not self.mask_truncated_completions else replace(row, mask=[0] * len(row.mask))
 

@@ -188,7 +188,7 @@ def lend(model: Any, autocast: Callable[[], contextlib.AbstractContextManager[An
 
 @contextlib.contextmanager
 def _without_progress_bar() -> Iterator[None]:
-    """One a step is drawn over the trainer's own."""
+    """Hides the bar that would be drawn over the trainer's own at each step."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

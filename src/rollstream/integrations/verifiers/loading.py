@@ -65,7 +65,7 @@ def load(name: str, arguments: Mapping[str, Any]) -> Environment:
 
 
 def short_name(name: str) -> str:
-    """What an environment is called: its name without a path, or the factory's, or its file's.
+    """An environment's short name: its name without a path, or the factory's, or its file's.
 
     >>> short_name("owner/gsm8k"), short_name("envs/sums.py:load_environment"), short_name("a.b:make")
     ('gsm8k', 'sums', 'make')

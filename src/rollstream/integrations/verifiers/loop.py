@@ -28,16 +28,16 @@ _FINISH_REASONS = {
     "timeout_reached": "aborted",
     "agent_timeout": "aborted",
 }
-"""What verifiers calls the end of a rollout, and what the run directory does. Others are `stop`."""
+"""Finish reasons of verifiers, and the run directory's. Others are `stop`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the rollouts of one worker share."""
+    """The environment and the endpoint that all rollouts of one worker share."""
 
     environment: Environment
     endpoint: SharedEndpoint
-    """As long as it serves, the environment does."""
+    """Keeps the environment open while it serves."""
 
     @classmethod
     def of(cls, environment: Environment, model: str, max_model_len: int | None) -> "Shared":

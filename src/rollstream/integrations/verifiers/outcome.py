@@ -1,4 +1,4 @@
-"""What an environment makes of a rollout, whichever version of verifiers it is of."""
+"""An environment's result of a rollout, for both versions of verifiers."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -22,15 +22,15 @@ OpenSession = Callable[[str], Recorder]
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One agent's part in a rollout."""
+    """An agent's part in a rollout."""
 
     recorder: Recorder
     reward: float | None
-    """None: the environment did not score it."""
+    """`None`: the environment did not score it."""
     stop_condition: str | None
     """Why it ended, in the environment's words."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     kept: Collection[str] | None = None
     """Names of the answers that belong to it; None: all."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What else the environment says; JSON values."""
+    """The environment's other results; JSON values."""

@@ -76,7 +76,7 @@ class EpisodeEnvironment:
 
     @asynccontextmanager
     async def serving(self, url: str, model: str) -> AsyncIterator[None]:
-        """What rollouts share, while some are under way: `url` answers for the model."""
+        """Holds open what rollouts share while some are under way; `url` answers for the model."""
         from verifiers import v1
 
         self._model = model
@@ -160,7 +160,7 @@ def _played(trace: Any, recorder: Any) -> Played:
 
 
 def _prompt_of(data: Mapping[str, Any]) -> list[Message]:
-    """What the model is shown first, as far as the task says; the harness has the last word."""
+    """The task's prompt, as far as the task says; the harness has the last word."""
     system, prompt = data.get("system_prompt"), data.get("prompt")
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     if isinstance(prompt, str):
