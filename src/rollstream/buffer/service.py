@@ -489,6 +489,6 @@ def _tool_names(path: Path | None) -> frozenset[str]:
     """Names of the tools in a tool file."""
     if path is None:
         return frozenset()
-    from rollstream.data.tool_schemas import load_tool_schemas
+    from rollstream.chat.tool_schema import load_tool_schemas
 
     return frozenset(schema["function"]["name"] for schema in load_tool_schemas(str(path)))

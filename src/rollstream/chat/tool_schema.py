@@ -61,6 +61,23 @@ def with_row_tools(schemas: Sequence[ToolSchema] | None, column: Any) -> list[To
     return None if schemas is None and not shown else [*(schemas or ()), *shown.values()]
 
 
+def load_tool_schemas(path: str | Path) -> list[ToolSchema]:
+    """Reads the schemas of `data.tool_config_path`, which are shown to the model, as they are written.
+
+    The file is YAML as verl has it: `tools:`, a list of `class_name`, `config` and `tool_schema`; only the last
+    is used. Raises `ConfigError`: no such file, not YAML, no tools, or a schema that is not whole.
+    """
+    key = "data.tool_config_path"
+    schemas = [
+        check_tool_schema(
+            tool.get("tool_schema") if isinstance(tool, dict) else None, f"{key}: {path}, tools[{i}]"
+        )
+        for i, tool in enumerate(read_tool_entries(path, key=key))
+    ]
+    check_names_differ((schema["function"]["name"] for schema in schemas), f"{key}: {path}")
+    return schemas
+
+
 def read_tool_entries(path: str | Path, *, key: str) -> list[Any]:
     """The entries of a tool file as verl has it: YAML with `tools:`, a list. What is in them is not checked.
 

@@ -3,31 +3,21 @@
 import hashlib
 import logging
 import marshal
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from rollstream.config.settings import DataSettings
-from rollstream.data.cache import cache_folder, written_whole
 from rollstream.data.row import parse_row
 from rollstream.data.row_images import resolve
-from rollstream.data.sources import (
-    Concatenated,
-    RowSource,
-    custom_rows,
-    data_files,
-    expand_paths,
-    open_source,
-    spool_for,
-)
+from rollstream.data.sources import Concatenated, RowSource, custom_rows, expand_paths, open_source
 from rollstream.data.values import BadRow
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import PromptRow
@@ -37,8 +27,6 @@ logger = logging.getLogger(__name__)
 _SHOWN_ERRORS = 5
 """Bad rows named in an error: enough to see what they have in common."""
 _DIGEST_BYTES = 16
-_KEYS_AT_ONCE = 4096
-"""Content digests read back at once."""
 _KEPT_ROWS = 16
 """Parsed rows kept: the repeats of a row begin one after the other. Few, as a row may hold images."""
 _KEPT_SOURCES = 1000
@@ -72,7 +60,7 @@ class KnownDataset(NamedTuple):
 class PromptDataset:
     """Prompt rows by index, read from their source when asked for.
 
-    Memory is 8 bytes a row (JSON Lines: 16) beyond what the source needs; few rows are kept as objects. What
+    Memory is 24 bytes a row (JSON Lines: 32) beyond what the source needs; few rows are kept as objects. What
     is said of all rows (`fingerprint`, `agent_names`, `has_images`, `data_sources`) takes reading and checking
     them all, once, unless the files are those of `known`; a row that cannot be used is a `DataError` then.
 
@@ -82,7 +70,6 @@ class PromptDataset:
         truth_column: As of `parse_row`.
         shuffle_seed: Visit the rows in the random order of this seed; None: as they come.
         max_samples: Visit this many rows at most; None: all.
-        files: The data files, for `file_digests`; None when the rows do not come from files alone.
         known: What an earlier run found out; used when the files are the same, byte for byte.
 
     Raises:
@@ -97,16 +84,14 @@ class PromptDataset:
         truth_column: str | None = None,
         shuffle_seed: int | None = None,
         max_samples: int | None = None,
-        files: list[Path] | None = None,
         known: KnownDataset | None = None,
     ) -> None:
         self._source = source
         self._prompt_column, self._truth_column = prompt_column, truth_column
-        self._files = files
         self._known = known
         self._file_digests: list[FileDigest] | None = None
         self._fingerprint: str | None = None
-        self._digests: BinaryIO | None = None  # content digests by index, 16 bytes each; once scanned
+        self._digests: bytes | None = None  # content digests by index, 16 bytes each; once scanned
         self._visiting = _visiting_order(len(source), shuffle_seed)
         self.max_samples = max_samples
         self._row_bytes = lru_cache(maxsize=_KEPT_ROWS)(self._read)
@@ -149,13 +134,12 @@ class PromptDataset:
         except BadRow as error:
             changed = "" if self._digests is None else "; it could be read when the run began"
             raise DataError(f"{self._source.location(index)}: {error}{changed}") from error
-        if self._digests is not None:
-            was = os.pread(self._digests.fileno(), _DIGEST_BYTES, index * _DIGEST_BYTES)
-            if was != digest:
-                raise DataError(
-                    f"{self._source.location(index)}: the row has changed since the run began; "
-                    "leave data files alone while a run uses them"
-                )
+        at = index * _DIGEST_BYTES
+        if self._digests is not None and self._digests[at : at + _DIGEST_BYTES] != digest:
+            raise DataError(
+                f"{self._source.location(index)}: the row has changed since the run began; "
+                "leave data files alone while a run uses them"
+            )
         if prompt_row.images and (folder := self._source.folder(index)) is not None:
             prompt_row.images = resolve(prompt_row.images, folder)
         return marshal.dumps([getattr(prompt_row, name) for name in _FIELDS])
@@ -188,8 +172,8 @@ class PromptDataset:
 
         None when the rows come from a class of the user's: then nothing tells whether they changed.
         """
-        if self._file_digests is None and self._files is not None:
-            self._file_digests = [digest_file(file) for file in self._files]
+        if self._file_digests is None and self._source.files is not None:
+            self._file_digests = [_digest_file(file) for file in self._source.files]
         return self._file_digests
 
     @property
@@ -241,11 +225,8 @@ class PromptDataset:
         if self._digests is None:
             self._fingerprint = self._scan()
         assert self._digests is not None
-        size, offset = _DIGEST_BYTES * _KEYS_AT_ONCE, 0
-        while block := os.pread(self._digests.fileno(), size, offset):
-            for start in range(0, len(block), _DIGEST_BYTES):
-                yield block[start : start + _DIGEST_BYTES].hex()
-            offset += len(block)
+        for start in range(0, len(self._digests), _DIGEST_BYTES):
+            yield self._digests[start : start + _DIGEST_BYTES].hex()
 
     def _same_files(self, known: KnownDataset) -> bool:
         mine = [(file["size"], file["digest"]) for file in self.file_digests or ()]
@@ -253,33 +234,30 @@ class PromptDataset:
 
     def _scan(self) -> str:
         """Reads every row once: checks it, keeps its digest, and digests those."""
-        fingerprint = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         shown: list[str] = []
         bad = 0
+        digests = bytearray()
         self._data_sources.clear()
-        with spool_for("prompt keys") as digests:
-            for index in range(len(self)):
-                try:
-                    prompt_row, digest = self._parse(index)
-                except BadRow as error:
-                    bad += 1
-                    if len(shown) < _SHOWN_ERRORS:
-                        shown.append(f"{self._source.location(index)}: {error}")
-                    continue
-                self._agent_names.setdefault(prompt_row.agent_name, index)
-                self._has_images = self._has_images or bool(prompt_row.images)
-                known = (
-                    len(self._data_sources) < _KEPT_SOURCES or prompt_row.data_source in self._data_sources
-                )
-                self._data_sources[prompt_row.data_source if known else OTHER_SOURCES] += 1
-                fingerprint.update(digest)
-                digests.write(digest)
+        for index in range(len(self)):
+            try:
+                prompt_row, digest = self._parse(index)
+            except BadRow as error:
+                bad += 1
+                if len(shown) < _SHOWN_ERRORS:
+                    shown.append(f"{self._source.location(index)}: {error}")
+                continue
+            self._agent_names.setdefault(prompt_row.agent_name, index)
+            self._has_images = self._has_images or bool(prompt_row.images)
+            known = len(self._data_sources) < _KEPT_SOURCES or prompt_row.data_source in self._data_sources
+            self._data_sources[prompt_row.data_source if known else OTHER_SOURCES] += 1
+            digests += digest
         if bad:
-            digests.close()
-            raise DataError(_bad_rows_message(shown, bad, len(self)))
-        self._digests = digests
+            more = f"\n  … and {bad - len(shown)} more" if bad > len(shown) else ""
+            listed = f"{bad} of {len(self)} rows cannot be used:\n  " + "\n  ".join(shown) + more
+            raise DataError(shown[0] if bad == 1 else listed)
+        self._digests = bytes(digests)
         self._row_bytes.cache_clear()  # what was read before is compared, too
-        return fingerprint.hexdigest()
+        return hashlib.blake2b(digests, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def load_prompts(
@@ -301,7 +279,6 @@ def load_prompts(
     if data.train_max_samples == 0:
         raise ConfigError("data.train_max_samples: 0 leaves no rows; -1 takes all")
     source: RowSource
-    files: list[Path] | None = None
     if rows is not None:
         if data.files or data.custom_cls.path or data.custom_cls.name:
             raise ConfigError(
@@ -315,27 +292,19 @@ def load_prompts(
             raise ConfigError(
                 "data.train_files: not set; name the files with prompts, or train_tasks to build some"
             )
-        paths = expand_paths(data.files)
-        sources = [open_source(path) for path in paths]
+        sources = [open_source(path) for path in expand_paths(data.files)]
         source = sources[0] if len(sources) == 1 else Concatenated(sources)
-        files = [file for path in paths for file in data_files(path)]
     return PromptDataset(
         source,
         prompt_column=data.prompt_key,
         truth_column=data.ground_truth_key,
         shuffle_seed=data.seed if data.shuffle else None,
         max_samples=data.train_max_samples if data.train_max_samples > 0 else None,
-        files=files,
         known=known,
     )
 
 
-def digest_file(file: Path) -> FileDigest:
-    """Digests a file's bytes, at about 1 GB/s.
-
-    Raises:
-        DataError: It cannot be read.
-    """
+def _digest_file(file: Path) -> FileDigest:
     try:
         with file.open("rb") as opened:
             digest = hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES))
@@ -353,13 +322,6 @@ def _visiting_order(rows: int, shuffle_seed: int | None) -> npt.NDArray[np.int64
     return np.random.RandomState(shuffle_seed).permutation(rows).astype(np.int64, copy=False)
 
 
-def _bad_rows_message(shown: list[str], bad: int, rows: int) -> str:
-    if bad == 1:
-        return shown[0]
-    more = f"\n  … and {bad - len(shown)} more" if bad > len(shown) else ""
-    return f"{bad} of {rows} rows cannot be used:\n  " + "\n  ".join(shown) + more
-
-
 class OverlongCount(NamedTuple):
     """What `filter_overlong` did."""
 
@@ -374,7 +336,6 @@ def filter_overlong(
     measure: Callable[[list[PromptRow]], list[int]],
     max_prompt_length: int,
     *,
-    cache_key: str | None = None,
     batch_size: int = 1024,
 ) -> OverlongCount:
     """Leaves prompts that are too long out of `dataset.order`, before it is cut to `max_samples`.
@@ -386,8 +347,6 @@ def filter_overlong(
         dataset: Changed: its `order` afterwards has rows that fit, in the same order as before.
         measure: Gives the prompt length of each row, in tokens.
         max_prompt_length: Tokens; a prompt of exactly this length stays.
-        cache_key: Changes with what decides the lengths besides the rows: lengths are kept under it and the
-            dataset's fingerprint in the cache folder. None keeps none.
         batch_size: Rows given to `measure` at once.
 
     Returns:
@@ -395,62 +354,24 @@ def filter_overlong(
 
     Raises:
         DataError: No row fits, or a row cannot be used.
-        ValueError: `measure` did not give one length a row.
     """
     visiting = dataset.visiting
-    path = None if cache_key is None else _lengths_path(dataset, cache_key)
-    lengths = _read_lengths(path, len(dataset))
-    measured = fitting = checked = 0
-    said = time.monotonic()
+    fits: list[bool] = []
+    fitting, shortest, said = 0, np.inf, time.monotonic()
     for start in range(0, len(visiting), batch_size):
-        batch = visiting[start : start + batch_size]
-        unknown = batch[lengths[batch] < 0]
-        if len(unknown):
-            found = measure([dataset.row(index) for index in unknown.tolist()])
-            if len(found) != len(unknown):
-                raise ValueError(f"measure gave {len(found)} lengths for {len(unknown)} rows")
-            lengths[unknown] = found
-            measured += len(unknown)
-        checked += len(batch)
-        fitting += int(np.count_nonzero(lengths[batch] <= max_prompt_length))
+        lengths = measure([dataset.row(index) for index in visiting[start : start + batch_size].tolist()])
+        fits += [length <= max_prompt_length for length in lengths]
+        fitting += fits[start:].count(True)
+        shortest = min(shortest, *lengths)
         if time.monotonic() - said > _PROGRESS_SECONDS:
             said = time.monotonic()
-            logger.info("data.filter_overlong_prompts: %d of %d prompts measured", checked, len(visiting))
+            logger.info("data.filter_overlong_prompts: %d of %d prompts measured", len(fits), len(visiting))
         if dataset.max_samples is not None and fitting >= dataset.max_samples:
             break
-    if path is not None and measured:
-        _write_lengths(path, lengths)
-    visited = visiting[:checked]
     if not fitting:
         raise DataError(
-            f"all {checked} prompts are longer than data.max_prompt_length={max_prompt_length} tokens "
-            f"(the shortest has {lengths[visited].min()}); raise it"
+            f"all {len(fits)} prompts are longer than data.max_prompt_length={max_prompt_length} tokens "
+            f"(the shortest has {shortest}); raise it"
         )
-    dataset.restrict(visited[lengths[visited] <= max_prompt_length])
-    return OverlongCount(removed=checked - fitting, checked=checked)
-
-
-def _lengths_path(dataset: PromptDataset, cache_key: str) -> Path:
-    key = hashlib.blake2b(f"{dataset.fingerprint} {cache_key}".encode(), digest_size=_DIGEST_BYTES)
-    return cache_folder("lengths") / f"{key.hexdigest()}.npy"
-
-
-def _read_lengths(path: Path | None, rows: int) -> npt.NDArray[np.int32]:
-    """Prompt lengths by index; -1 is not known."""
-    if path is not None and path.exists():
-        try:
-            kept: npt.NDArray[np.int32] = np.load(path, allow_pickle=False)
-            if kept.shape == (rows,) and kept.dtype == np.int32:
-                return kept
-        except (OSError, ValueError, EOFError) as error:
-            logger.debug("%s cannot be read: %s", path, error)
-    return np.full(rows, -1, np.int32)
-
-
-def _write_lengths(path: Path, lengths: npt.NDArray[np.int32]) -> None:
-    try:
-        path.unlink(missing_ok=True)  # it knew fewer
-        with written_whole(path) as file:
-            np.save(file, lengths)
-    except OSError as error:  # the next start measures again
-        logger.info("prompt lengths are not kept: %s", error)
+    dataset.restrict(visiting[: len(fits)][fits])
+    return OverlongCount(removed=len(fits) - fitting, checked=len(fits))

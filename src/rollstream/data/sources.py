@@ -1,7 +1,10 @@
 """Where rows come from: JSON Lines, Parquet, Hugging Face dataset folders, a dataset class of the user's.
 
-Rows are read by position when they are asked for. What only can be read in order (Parquet, zstd) is unpacked
-once into a spool file: a temporary file without a name, of which nothing is left when the process ends.
+Rows are read by position when they are asked for. Parquet and zstd, which can only be read in order, are unpacked
+once into a temporary file without a name, of which nothing is left when the process ends.
+
+JSON Lines are read here and not by `datasets`, which gives a column one type: of truths "1" and 2 it makes numbers,
+of large integers floats, of texts that look like dates timestamps.
 
 Arrow gives every struct of a column all the keys that any row has, and fills the missing ones with None. So,
 from Arrow, keys whose value is None are left out below the columns, at every depth. Columns stay. A pandas
@@ -14,54 +17,42 @@ import itertools
 import json
 import mmap
 import os
+import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
-import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
-import zstandard
 
 from rollstream.config.settings import DataSettings
 from rollstream.data.values import BadRow, Row, described, to_jsonable
 from rollstream.errors import ConfigError, DataError
 from rollstream.user_code import import_name
 
-FORMATS = (
-    "Parquet (.parquet), JSON Lines (.jsonl, .json, .jsonl.zst), Hugging Face dataset folders (save_to_disk)"
-)
-"""The formats that are read, for messages."""
-
-_PARQUET, _ZSTD, _JSON = "Parquet", "JSON Lines compressed with zstd", "JSON Lines"
-_JSON_NAMES = (".jsonl", ".json", ".ndjson")
-_NAMES = {
-    (".parquet", ".pq"): _PARQUET,
-    tuple(f"{one}.zst" for one in _JSON_NAMES): _ZSTD,
-    _JSON_NAMES: _JSON,
+_FORMATS = {
+    (".parquet", ".pq"): "Parquet",
+    (".jsonl.zst", ".json.zst", ".ndjson.zst"): "JSON Lines by zstd",
+    (".jsonl", ".json", ".ndjson"): "JSON Lines",
 }
-_MAGIC = {
-    b"PAR1": _PARQUET,
-    b"\x28\xb5\x2f\xfd": _ZSTD,
-    b"ARROW1": "Arrow IPC",
-    b"\x1f\x8b": "gzip",
-    b"PK\x03\x04": "zip",
-}
+"""Endings of names, and what such files hold."""
 _BUFFER_BYTES = 1 << 20
 _SPOOL_BATCH_BYTES = 32 << 20
 """Encoded bytes of a spooled record batch, about. Few are held in memory while spooling."""
 _SPOOL_BATCH_ROWS = 256
 """Few, because Parquet encodes a text that all rows share once, and a batch holds it with each row."""
 
-
 VERL_PROMPT = "raw_prompt"
 """The messages, as verl's dataset makes them of `data.prompt_key`."""
+
+
+MISSING_EXTRA = "pip install 'rollstream[tasks]'"
+"""What gives the packages that tasks and dataset folders need."""
 
 
 class RowSource(ABC):
@@ -70,11 +61,13 @@ class RowSource(ABC):
     Args:
         label: What messages call the data.
         folder: Where relative paths in rows are taken from; None when there is no such folder.
+        files: The files that hold the rows; None when they do not come from files alone.
     """
 
-    def __init__(self, label: str, folder: Path | None = None) -> None:
+    def __init__(self, label: str, folder: Path | None = None, files: Sequence[Path] | None = None) -> None:
         self._label = label
         self._folder = None if folder is None else folder.absolute()
+        self.files = files
 
     @abstractmethod
     def __len__(self) -> int:
@@ -101,7 +94,9 @@ class Concatenated(RowSource):
     """Several sources, one after the other; at least one."""
 
     def __init__(self, sources: Sequence[RowSource]) -> None:
-        super().__init__("several")
+        files = [source.files for source in sources]
+        known = [file for each in files for file in each or ()]
+        super().__init__("several", None, None if None in files else known)
         self._sources = list(sources)
         self._begins = [0, *itertools.accumulate(map(len, sources))]
 
@@ -133,15 +128,14 @@ class JsonLines(RowSource):
 
     Args:
         file: Open for reading, at its start; kept open as long as this object lives.
-        label: What messages call the file.
-        folder: Where it lies.
+        path: The file that it is, or was unpacked from.
 
     Raises:
         DataError: The file holds one JSON array.
     """
 
-    def __init__(self, file: BinaryIO, label: str, folder: Path | None = None) -> None:
-        super().__init__(label, folder)
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        super().__init__(str(path), path.parent, [path])
         self._file = file
         self._starts, self._blanks = array("q"), array("q")
         offset = len(b"\xef\xbb\xbf") if file.read(3) == b"\xef\xbb\xbf" else 0
@@ -152,8 +146,8 @@ class JsonLines(RowSource):
         self._starts.append(offset)
         if len(self) and os.pread(file.fileno(), 1, self._starts[0]) == b"[":
             raise DataError(
-                f"{label}: holds a JSON array, not JSON Lines (one object a line); "
-                f"`jq -c '.[]' {label} > rows.jsonl` turns it into such a file"
+                f"{path}: holds a JSON array, not JSON Lines (one object a line); "
+                f"`jq -c '.[]' {path} > rows.jsonl` turns it into such a file"
             )
 
     def __len__(self) -> int:
@@ -210,35 +204,22 @@ def _decode_slowly(line: bytes) -> Any:
 
 
 class ArrowRows(RowSource):
-    """The rows of a table that lies in memory-mapped files.
+    """The rows of a table that lies in memory-mapped files, so that holding it holds no memory."""
 
-    Args:
-        table: Its buffers are mapped, so holding it holds no memory.
-        label: What messages call the data.
-        folder: Where the data lie.
-        indices: Which row of the table each row is, as a Hugging Face dataset may store it; None is as they
-            come.
-    """
-
-    def __init__(
-        self, table: pa.Table, label: str, folder: Path, indices: "np.ndarray[Any, Any] | None" = None
-    ) -> None:
+    def __init__(self, table: pa.Table, label: str, folder: Path, files: Sequence[Path]) -> None:
+        super().__init__(label, folder, files)
         names = [name for name in table.column_names if not name.startswith("__index_level_")]
-        super().__init__(label, folder)
-        self._table, self._indices = table.select(names), indices
+        self._table = table.select(names)
         self._columns = list(zip(names, self._table.columns, strict=True))
-        stored = table.num_rows
-        if indices is not None and len(indices) and not 0 <= indices.min() <= indices.max() < stored:
-            raise DataError(f"{label}: its indices point outside its {stored} rows; save the dataset again")
         self._json_columns = [field for field in self._table.schema if _holds_json(field.type)]
 
     def __len__(self) -> int:
-        return self._table.num_rows if self._indices is None else len(self._indices)
+        rows: int = self._table.num_rows
+        return rows
 
     def row(self, position: int) -> Row:
-        stored = position if self._indices is None else int(self._indices[position])
         try:  # a cell at a time, which is as quick as rows together
-            raw = {name: column[stored].as_py(maps_as_pydicts="strict") for name, column in self._columns}
+            raw = {name: column[position].as_py(maps_as_pydicts="strict") for name, column in self._columns}
         except (pa.ArrowException, ValueError, KeyError, OverflowError) as error:
             raise BadRow(f"a value cannot be read ({type(error).__name__}: {error})") from error
         for field in self._json_columns:
@@ -357,9 +338,8 @@ def custom_rows(data: DataSettings) -> ObjectRows:
         len(made)
     except (Exception, SystemExit) as error:
         raise DataError(
-            f"{label}: cannot be made by (files=…, data=…) with a length ({type(error).__name__}: "
-            f"{error}); see docs/data.md. One as verl makes it, by (data_files=…, tokenizer=…, processor=…, "
-            "config=…), needs generation.executor=verl"
+            f"{label}: cannot be made by (files=…, data=…) with a length ({type(error).__name__}: {error}); "
+            "a class for verl needs generation.executor=verl"
         ) from error
     if not hasattr(cls, "__getitem__"):
         raise DataError(f"{label}: has no __getitem__(position)")
@@ -401,155 +381,66 @@ def expand_paths(names: Iterable[str]) -> list[Path]:
 
 
 def _is_dataset(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("state.json", "dataset_dict.json", "train/state.json"))
+    return any((folder / name).exists() for name in ("state.json", "dataset_dict.json"))
 
 
 def _files_in(folder: Path) -> list[Path]:
     """The data files of a folder, by name; the folder itself if there are none."""
     by_format: dict[str, list[Path]] = {}
     for file in sorted(folder.iterdir()):
-        if (kind := _named_format(file)) is not None and file.is_file() and not file.name.startswith("."):
+        if (kind := _format(file)) is not None and file.is_file() and not file.name.startswith("."):
             by_format.setdefault(kind, []).append(file)
     if len(by_format) > 1:
         found = " and ".join(f"{kind} ({files[0].name})" for kind, files in by_format.items())
-        raise DataError(
-            f"{folder}: has files of several formats, {found}; name one by a pattern, as in '*.parquet'"
-        )
+        raise DataError(f"{folder}: has files of several formats, {found}; name one by a pattern")
     return next(iter(by_format.values()), [folder])
 
 
-def open_source(path: Path) -> RowSource:
-    """Opens a file or dataset folder as rows.
+def _format(path: Path) -> str | None:
+    return next((kind for ends, kind in _FORMATS.items() if path.name.lower().endswith(ends)), None)
 
-    Args:
-        path: What to open. Its name says the format; its first bytes must agree.
+
+def open_source(path: Path) -> RowSource:
+    """Opens a file, or a folder that `Dataset.save_to_disk` wrote, as rows. Names say the format.
 
     Raises:
-        DataError: Missing, empty, without rows, damaged, or of a format that is not read.
+        ConfigError: A dataset folder, and the package `datasets` is not installed.
+        DataError: Missing, without rows, damaged, or of a format that is not read.
     """
     source: RowSource
     try:
         if path.is_dir():
             source = _open_dataset_folder(path)
-        elif (kind := _format(path)) == _PARQUET:
+        elif not path.is_file():
+            raise DataError(
+                f"{path}: no such file (looked in {path.absolute().parent}); datasets of the Hugging Face Hub "
+                "are loaded by train_tasks"
+            )
+        elif (kind := _format(path)) == "Parquet":
             source = _open_parquet(path)
+        elif kind is None:
+            raise DataError(f"{path}: not a format that is read; read are {', '.join(sum(_FORMATS, ()))}")
+        elif kind == "JSON Lines":
+            source = JsonLines(path.open("rb", buffering=_BUFFER_BYTES), path)
         else:
-            file = _decompress(path) if kind == _ZSTD else path.open("rb", buffering=_BUFFER_BYTES)
-            source = JsonLines(file, str(path), path.parent)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
+            spool = tempfile.TemporaryFile()  # noqa: SIM115  JsonLines keeps it open
+            with pa.input_stream(path, compression="zstd") as unpacked:
+                shutil.copyfileobj(unpacked, spool)
+            spool.seek(0)
+            source = JsonLines(spool, path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"{path}: cannot be read, or unpacked into {tempfile.gettempdir()} (TMPDIR): {error}"
+        ) from error
     if not len(source):
         raise DataError(f"{path}: holds no rows")
     return source
 
 
-def data_files(path: Path) -> list[Path]:
-    """The files that hold the data of a path that `open_source` opens: itself, or those of the folder.
-
-    Raises:
-        DataError: The folder is no dataset.
-    """
-    if not path.is_dir():
-        return [path]
-    files, index_files = _dataset_files(path)
-    return [*files, *index_files]
-
-
-def _format(path: Path) -> str:
-    """The format of a file; its name and its first bytes agree."""
-    if not path.exists():
-        raise DataError(_missing(path))
-    if not path.is_file():
-        raise DataError(f"{path}: not a regular file")
-    with path.open("rb") as file:
-        head = file.read(8)
-    if not head:
-        raise DataError(f"{path}: the file is empty")
-    named = _named_format(path)
-    content = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), _JSON)
-    found = "text, or something unknown" if content == _JSON else content
-    if named is None:
-        raise DataError(
-            f"{path}: not a format that is read (its bytes look like {found}). Read are: {FORMATS}"
-        )
-    if named != content:
-        raise DataError(
-            f"{path}: its name says {named}, but its bytes are {found}; rename or convert it. Read are: {FORMATS}"
-        )
-    return named
-
-
-def _named_format(path: Path) -> str | None:
-    return next((kind for ends, kind in _NAMES.items() if path.name.lower().endswith(ends)), None)
-
-
-def _missing(path: Path) -> str:
-    """Why a path leads to no file, and what to do: it may have been a URL, or a dataset's name."""
-    text = str(path)
-    scheme, is_url, rest = text.partition(":/")
-    if is_url:
-        return (
-            f"{scheme}://{rest.lstrip('/')}: data are read from local files. Download it first, or load a "
-            "dataset of the Hugging Face Hub by train_tasks"
-        )
-    what = f"{path}: no such file (looked in {path.absolute().parent})"
-    if text.count("/") == 1 and not path.suffix and not path.parent.exists():
-        what += "; a dataset of the Hugging Face Hub is loaded by train_tasks (docs/data.md)"
-    return what
-
-
-@contextmanager
-def spool_for(what: str) -> Iterator[BinaryIO]:
-    """Opens a spool file to be filled inside the `with`; it stays open after it, unless filling failed.
-
-    Raises:
-        DataError: The temporary folder cannot be written, or is full: names it, and how to choose another.
-    """
-    spool: Any = None
-    try:
-        spool = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
-        yield spool
-        spool.flush()
-        spool.seek(0)
-    except BaseException as error:
-        if spool is not None:
-            spool.close()
-        if isinstance(error, OSError) and error.errno is not None:  # Arrow's own complaints have no errno
-            raise DataError(
-                f"{what}: cannot be put into the temporary folder {tempfile.gettempdir()} "
-                f"({error}); free space there, or set TMPDIR to a folder on a larger disk"
-            ) from error
-        raise
-
-
-def _decompress(path: Path) -> BinaryIO:
-    """Decompresses a zstd file into a spool file; several frames, as `pzstd` writes them, are one stream."""
-    decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
-    frame = None
-    with spool_for(str(path)) as spool, path.open("rb") as source:
-        try:
-            while chunk := source.read(64 << 10):  # small: zstd can expand a thousandfold
-                while chunk:
-                    frame = frame or decompressor.decompressobj()
-                    spool.write(frame.decompress(chunk))
-                    chunk = frame.unused_data if frame.eof else b""
-                    frame = None if frame.eof else frame
-        except zstandard.ZstdError as error:
-            raise DataError(f"{path}: damaged zstd data ({error})") from error
-    if frame is not None:
-        spool.close()
-        raise DataError(f"{path}: the zstd data is cut off; copy the file again")
-    return spool
-
-
 def _open_parquet(path: Path) -> ArrowRows:
     """Opens a Parquet file for random access, which Parquet itself gives by row group only."""
-    try:
-        with (
-            pq.ParquetFile(path) as parquet,
-            spool_for(str(path)) as spool,
-            pa.ipc.new_stream(spool, parquet.schema_arrow) as writer,
-        ):
+    with tempfile.TemporaryFile() as spool:
+        with pq.ParquetFile(path) as parquet, pa.ipc.new_stream(spool, parquet.schema_arrow) as writer:
             # Each group has dictionaries of its own; a stream may have several of them, a file may not.
             for i in range(parquet.metadata.num_row_groups):
                 group = parquet.metadata.row_group(i)
@@ -557,61 +448,26 @@ def _open_parquet(path: Path) -> ArrowRows:
                 rows = max(1, min(_SPOOL_BATCH_ROWS, _SPOOL_BATCH_BYTES // row_bytes))
                 for batch in parquet.iter_batches(batch_size=rows, row_groups=[i]):
                     writer.write_batch(batch)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet ({error})") from error
-    pa.default_memory_pool().release_unused()  # what unpacking took goes back to the system
-    with spool:
+        spool.flush()
+        pa.default_memory_pool().release_unused()  # what unpacking took goes back to the system
         mapped = mmap.mmap(spool.fileno(), 0, access=mmap.ACCESS_READ)  # outlives the descriptor
     table = pa.ipc.open_stream(pa.BufferReader(pa.py_buffer(mapped))).read_all()
-    return ArrowRows(table, str(path), path.parent)
-
-
-def _dataset_files(path: Path) -> tuple[list[Path], list[Path]]:
-    """The data files of a saved dataset (of a `DatasetDict`: its split `train`), and those of a stored order."""
-    folder = path if (path / "state.json").is_file() else path / "train"
-    if not (folder / "state.json").is_file():
-        if (path / "dataset_dict.json").is_file():
-            splits = sorted(one.parent.name for one in path.glob("*/state.json"))
-            raise DataError(
-                f"{path}: holds the splits {', '.join(splits) or '(none)'}, but no train; "
-                f"name the one to use, as in {path / (splits or ['SPLIT'])[0]}"
-            )
-        raise DataError(
-            f"{path}: a folder without data files, and no Hugging Face dataset folder (it has no state.json). "
-            f"Read are: {FORMATS}"
-        )
-    try:
-        state = orjson.loads((folder / "state.json").read_bytes())
-        files = [folder / entry["filename"] for entry in state["_data_files"]]
-        order = [folder / entry["filename"] for entry in state.get("_indices_data_files") or ()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{folder}: its state.json cannot be read ({error!r}); save the dataset again"
-        ) from error
-    for file in (*files, *order):
-        if not file.is_file():
-            raise DataError(f"{folder}: state.json names {file.name}, which is not there")
-    return files, order
+    return ArrowRows(table, str(path), path.parent, [path])
 
 
 def _open_dataset_folder(path: Path) -> ArrowRows:
-    """Opens a dataset that `Dataset.save_to_disk` wrote; its files are memory-mapped as they are."""
-    files, index_files = _dataset_files(path)
-    indices = _mapped_table(index_files).column(0).to_numpy().astype(np.int64) if index_files else None
-    return ArrowRows(_mapped_table(files), str(path), files[0].parent, indices)
-
-
-def _mapped_table(files: Sequence[Path]) -> pa.Table:
-    tables = []
-    for file in files:
-        try:
-            with pa.ipc.open_stream(pa.memory_map(str(file))) as reader:
-                tables.append(reader.read_all())
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{file}: cannot be read as an Arrow stream ({error})") from error
+    """Opens a saved dataset, or the split `train` of a saved `DatasetDict`; its files are memory-mapped."""
     try:
-        return pa.concat_tables(tables)
-    except pa.ArrowException as error:
-        raise DataError(
-            f"{files[0].parent}: its files have different columns; save the dataset again"
-        ) from error
+        import datasets
+    except ImportError as error:
+        raise ConfigError(f"{path}: needs the package datasets: {MISSING_EXTRA}") from error
+    try:
+        loaded: Any = datasets.load_from_disk(str(path))
+    except Exception as error:  # the package lets pass what its parts raise
+        raise DataError(f"{path}: cannot be read as a Hugging Face dataset folder ({error})") from error
+    if isinstance(loaded, dict):
+        if "train" not in loaded:
+            raise DataError(f"{path}: holds no split train; name one: {', '.join(loaded)}")
+        loaded = loaded["train"]
+    files = [Path(file["filename"]) for file in loaded.cache_files]
+    return ArrowRows(loaded.with_format("arrow")[:], str(path), files[0].parent if files else path, files)

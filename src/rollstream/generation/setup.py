@@ -347,16 +347,11 @@ def _prepare(
     if runs_in_workers(settings):
         _check_known_to_workers(prepared)
     if data.filter_overlong_prompts:
-        shown = [agents.prompt_tools(name, show_tools=rollout.multi_turn.show_tools) for name in loop_names]
-        decides = [tokenizer.digest(), data.apply_chat_template_kwargs, setup.shown_tools, loop_names, shown]
-        decides.append("with the rows' tools")
         say(f"looking for prompts of more than {rollout.prompt_length} tokens")
         prepared.overlong = filter_overlong(
             dataset,
             lambda rows: setup.prompts.lengths(rows, prepared.prompt_tools),
             rollout.prompt_length,
-            # The size of an image counts, too, and may be in a file that no digest covers.
-            cache_key=None if dataset.has_images() else _digest(decides),
         )
         logger.info(
             "left out %d of %d prompts longer than %d tokens",

@@ -24,8 +24,8 @@ from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.processor import load_processor
 from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer, NoTokenizer, load_tokenizer
+from rollstream.chat.tool_schema import load_tool_schemas
 from rollstream.config.settings import LaunchSettings, RewardSettings, Settings
-from rollstream.data.tool_schemas import load_tool_schemas
 from rollstream.engine.base import Engine
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.launch_plan import LaunchRequest, refuse_secrets

@@ -6,41 +6,56 @@ import pytest
 
 from rollstream.chat.tool_schema import (
     ArgumentCheck,
-    check_names_differ,
     check_tool_schema,
+    load_tool_schemas,
     read_tool_entries,
     row_tools,
     with_row_tools,
 )
 from rollstream.errors import ConfigError
 
-
-def test_entries_are_resolved_but_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOKEN_OF_THIS_TEST", "t")
-    file = tmp_path / "tools.yaml"
-    file.write_text("tools: [{a: '${oc.env:TOKEN_OF_THIS_TEST}'}, 3]")
-    assert read_tool_entries(file, key="k") == [{"a": "t"}, 3]
-    with pytest.raises(ConfigError, match=r"^k: no such file"):
-        read_tool_entries(tmp_path / "no.yaml", key="k")
-
-
-def test_a_whole_schema_is_given_back() -> None:
-    parameters: dict[str, object] = {"type": "object"}
-    schema = {"type": "function", "function": {"name": "a", "parameters": parameters}}
-    assert check_tool_schema(schema, "here") is schema
-    parameters["properties"] = 1
-    with pytest.raises(ConfigError, match=r"^here \(a\): parameters\.properties must be a mapping"):
-        check_tool_schema(schema, "here")
-    parameters |= {"properties": {}, "required": [["a"]]}
-    with pytest.raises(ConfigError, match=r"^here \(a\): parameters\.required"):
-        check_tool_schema(schema, "here")
+TOOLS = """
+tools:
+  - class_name: rollstream.agent.tools.calculator.Calculator
+    config: {type: native}
+    tool_schema: {type: function, function: {name: "${oc.env:TOOL_OF_THIS_TEST}", parameters: {type: object}}}
+  - tool_schema: {type: function, function: {name: now}}
+"""
 
 
-def test_names() -> None:
-    check_names_differ(["a", "b"], "here")
-    with pytest.raises(ConfigError, match="here has more than one tool named a, b"):
-        check_names_differ(iter(["b", "a", "b", "a", "c"]), "here")
-    check_names_differ(map(str, range(200_000)), "here")  # by each name's count it would take minutes
+def test_schemas_of_a_file_are_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOL_OF_THIS_TEST", "calculator")
+    (file := tmp_path / "tools.yaml").write_text(TOOLS)
+    assert len(read_tool_entries(file, key="k")) == 2
+    calculator, now = load_tool_schemas(file)
+    assert calculator["function"] == {"name": "calculator", "parameters": {"type": "object"}}
+    assert now == {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["- a", "tools: [", "tools: [3]", "tools: [{class_name: a.B}]", TOOLS.replace("now", "calculator"), None],
+)
+def test_wrong_tool_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+    monkeypatch.setenv("TOOL_OF_THIS_TEST", "calculator")
+    if text is not None:
+        (tmp_path / "tools.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"^data\.tool_config_path: .*tools\.yaml"):
+        load_tool_schemas(tmp_path / "tools.yaml")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"name": 3},
+        {"name": "a", "description": 3},
+        {"name": "a", "parameters": {"type": "object", "properties": 1}},
+        {"name": "a", "parameters": {"type": "object", "required": [["a"]]}},
+    ],
+)
+def test_schema_that_is_not_whole(function: Any) -> None:
+    with pytest.raises(ConfigError, match="here"):
+        check_tool_schema({"type": "function", "function": function}, "here")
 
 
 def check_of(**parameters: Any) -> ArgumentCheck:

@@ -57,20 +57,10 @@ def write_parquet(path: Path, rows: list[dict[str, Any]], **options: Any) -> Pat
     return path
 
 
-def write_stream(path: Path, table: pa.Table, batch_rows: int = 1000) -> None:
-    with path.open("wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table, max_chunksize=batch_rows)
+def write_folder(folder: Path, rows: list[dict[str, Any]], shards: int = 1) -> Path:
+    import datasets
 
-
-def write_folder(folder: Path, rows: list[dict[str, Any]], shards: int = 1, **state: Any) -> Path:
-    folder.mkdir(parents=True)
-    table = pa.Table.from_pylist(rows)
-    names = [f"data-{i:05}-of-{shards:05}.arrow" for i in range(shards)]
-    step = -(-len(rows) // shards)
-    for i, name in enumerate(names):
-        write_stream(folder / name, table.slice(i * step, step), batch_rows=2)
-    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "x", **state}
-    (folder / "state.json").write_bytes(orjson.dumps(state))
+    datasets.Dataset(pa.Table.from_pylist(rows)).save_to_disk(folder, num_shards=shards)
     return folder
 
 
