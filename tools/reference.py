@@ -11,8 +11,9 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
+from rollstream import plugins
 from rollstream.cli import build_parser
-from rollstream.engine.registry import ENGINES, engine_kind
+from rollstream.engine.registry import engine_kind
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "rollstream"
@@ -76,7 +77,7 @@ def configuration() -> str:
     text += "A key's full name begins with the heading: `actor_rollout_ref.rollout.n=8`.\n"
     for owner, rows in parts.items():
         text += _table(owner, rows)
-    for name in ENGINES:
+    for name in plugins.names("rollstream.engines"):
         text += _table(f"engine_kwargs of {name}", _engine_kwargs(name))
     return text
 

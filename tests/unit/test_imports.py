@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2] / "src" / "rollstream"
 
 FLOORS: list[set[str]] = [
     {"trajectory", "errors", "surrogates", "aio"},
+    {"plugins"},
     {
         "web",
         "childproc",

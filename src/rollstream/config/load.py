@@ -32,8 +32,9 @@ import msgspec
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rollstream import plugins
 from rollstream.config.settings import ArtifactName, Settings
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, unknown_name
 from rollstream.redaction import find_secret
 from rollstream.sampling import check_extra
 
@@ -650,13 +651,20 @@ def _quoted(word: re.Match[str]) -> str:
 def _conflicts(settings: Settings) -> Iterator[str]:
     """What is wrong between settings that are fine each by itself, or has no effect beside the others."""
     rollout, data, generation = settings.actor_rollout_ref.rollout, settings.data, settings.generation
+    plugged: tuple[tuple[str, Sequence[str], str, tuple[str, ...]], ...] = (
+        ("trainer.logger", settings.trainer.logger, "rollstream.trackers", ("console",)),
+        ("generation.executor", [generation.executor], "rollstream.executors", ("local", "ray")),
+    )
+    for key, chosen, group, own in plugged:
+        known = {*own, *plugins.names(group)}
+        yield from (f"{key}: {unknown_name('name', name, known)}" for name in chosen if name not in known)
     if rollout.top_k == 0:
         yield f"{_ROLLOUT}.top_k must be -1 (off) or at least 1 (it is 0)"
     if (wrong := check_extra(rollout.extra_sampling)) is not None:
         yield f"{_ROLLOUT}.extra_sampling.{wrong}"
-    if own := _OF_EVERY_RENDERING.intersection(data.apply_chat_template_kwargs):
+    if fixed := _OF_EVERY_RENDERING.intersection(data.apply_chat_template_kwargs):
         yield (
-            f"data.apply_chat_template_kwargs: {', '.join(sorted(own))} is set by rollstream at every "
+            f"data.apply_chat_template_kwargs: {', '.join(sorted(fixed))} is set by rollstream at every "
             "rendering: only what the template itself asks for can be given"
         )
     longest = rollout.prompt_length + rollout.response_length

@@ -184,7 +184,8 @@ class TrainerSettings:
     project_name: Text
     experiment_name: Text
     default_local_dir: LocalPath
-    logger: list[Literal["console", "wandb", "mlflow", "swanlab", "trackio", "tensorboard", "jsonl"]]
+    logger: list[Text]
+    """`console`, and entry points of `rollstream.trackers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,8 @@ class GenerationSettings:
     shard: Shard | None
     """`i/k`; see `shard_of`."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None
-    executor: Literal["local", "ray", "verl"]
+    executor: Text
+    """`local`, `ray`, or an entry point of `rollstream.executors`."""
     processes: Count
     verl_overrides: list[Text]
     max_in_flight: Count | None

@@ -3,39 +3,25 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from rollstream import plugins
 from rollstream.engine.base import Capabilities, Engine
 from rollstream.engine.checks import ids_fit
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.launch_plan import LaunchRequest
 from rollstream.engine.replica import Replica
-from rollstream.errors import ConfigError, unknown_name
+from rollstream.errors import ConfigError
 from rollstream.sampling import check_extra, sampling_changes
 from rollstream.trajectory import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_MODULES = {
-    "hf": "rollstream.engine.hf",
-    "openai": "rollstream.engine.openai",
-    "openvino": "rollstream.engine.openvino",
-    "sglang": "rollstream.engine.sglang",
-    "vllm": "rollstream.engine.vllm",
-}
-"""Where the `KIND` of an engine is. They are imported when they are asked for."""
-
-ENGINES = tuple(_MODULES)
-"""Names for `actor_rollout_ref.rollout.name`."""
-
 
 def engine_kind(name: str) -> EngineKind:
     """The engine of a name. Raises `ConfigError`."""
-    if name not in _MODULES:
-        raise unknown_name("engine", name, ENGINES)
-    kind: EngineKind = import_module(_MODULES[name]).KIND
+    kind: EngineKind = plugins.load("rollstream.engines", name)
     return kind
 
 
@@ -53,7 +39,7 @@ def create_engine(
     """Makes an engine; `start` it before use.
 
     Args:
-        name: one of `ENGINES`.
+        name: an entry point of `rollstream.engines`.
         model_path: see `EngineOptions`, like the others.
         server_urls: base URLs of engines that are servers.
         max_model_len: see there.

@@ -1,7 +1,6 @@
 """From a configuration to everything a run is made of, short of the engine and the run directory's lock."""
 
 import hashlib
-import importlib
 import importlib.metadata
 import logging
 import os
@@ -17,6 +16,7 @@ import orjson
 from omegaconf import DictConfig, OmegaConf
 
 import rollstream
+from rollstream import plugins
 from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.tool_schema import schema_digest, schema_json, with_row_tools
 from rollstream.config.load import to_settings, to_stored_yaml
@@ -66,8 +66,8 @@ _NOT_RECORDED = {"single_turn_agent", "tool_agent", "context_agent"}
 EMBEDDED_ENGINES = ("hf", "openvino")
 """Engines that run in the process that uses them."""
 
-_ELSEWHERE = {"verl": "rollstream.integrations.verl.executor:VerlExecutor"}
-"""Executors above this room: module and class."""
+_OWN_EXECUTORS = ("local", "ray")
+"""The others are found by entry points (`rollstream.executors`)."""
 
 
 _BYTES_A_ROLLOUT = 3
@@ -252,13 +252,13 @@ class InMemory:
     def check(self, settings: Settings) -> None:
         """Raises `ConfigError` where others than this process would have to know it."""
         executor = settings.generation.executor
-        if self.prompts is not None and executor in _ELSEWHERE:
+        if self.prompts is not None and executor not in _OWN_EXECUTORS:
             raise ConfigError(f"generation.executor={executor} reads its own prompts: name files")
         if self.reward is None:
             return
         if settings.custom_reward_function.path is not None:
             raise ConfigError("a reward is given in memory, so custom_reward_function.path stays unset")
-        if executor in _ELSEWHERE or runs_in_workers(settings):
+        if executor not in _OWN_EXECUTORS or runs_in_workers(settings):
             raise ConfigError(
                 "a reward given in memory is known in this process only, and generation.executor="
                 f"{executor} with generation.processes={settings.generation.processes} scores in others: name a "
@@ -491,11 +491,10 @@ class ExecutorElsewhere(Protocol):
 
 def executor_elsewhere(settings: Settings) -> ExecutorElsewhere | None:
     """The executor of a run, if it lives above this room."""
-    found = _ELSEWHERE.get(settings.generation.executor)
-    if found is None:
+    name = settings.generation.executor
+    if name in _OWN_EXECUTORS:
         return None
-    module, _, name = found.partition(":")
-    executor: ExecutorElsewhere = getattr(importlib.import_module(module), name)()
+    executor: ExecutorElsewhere = plugins.load("rollstream.executors", name)()
     return executor
 
 

@@ -8,14 +8,12 @@ Each tracker has a short queue and a daemon thread that works it off:
     off --(it raises)--> said once, told nothing any more
 
 A thread that hangs in its tracker drops reports, and is left behind when the run ends: it ends with the process.
-Trackers belong to other systems and are part of `integrations`, which this room does not know: they are named
-here by where they are found, and imported when a run asks for them.
+Trackers are found by entry points (`rollstream.trackers`), and imported when a run asks for them.
 """
 
 import asyncio
 import calendar
 import contextlib
-import importlib
 import logging
 import queue
 import threading
@@ -26,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
+from rollstream import plugins
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.load import ask_load
@@ -37,16 +36,6 @@ from rollstream.store.manifest import Manifest
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_ELSEWHERE = {
-    "wandb": "WandbTracker",
-    "mlflow": "MlflowTracker",
-    "swanlab": "SwanlabTracker",
-    "trackio": "TrackioTracker",
-    "tensorboard": "TensorBoardTracker",
-    "jsonl": "JsonLinesTracker",
-}
-"""Classes of `rollstream.integrations.tracking`. `console` is none of them: it is the progress line."""
 
 _UPLOADER = "wandb"
 """The tracker that takes artifacts, see `Uploader`."""
@@ -122,8 +111,11 @@ class Uploader(Tracker, Protocol):
 
 
 def load_trackers(names: Iterable[str]) -> dict[str, Tracker]:
-    """The trackers of `trainer.logger`, not opened."""
-    return {name: _load(name) for name in dict.fromkeys(names) if name in _ELSEWHERE}
+    """The trackers of `trainer.logger`, not opened; `console` is none of them: it is the progress line.
+
+    Raises `ConfigError` for a name that does not exist.
+    """
+    return {name: _load(name) for name in dict.fromkeys(names) if name != "console"}
 
 
 def load_uploader() -> Uploader:
@@ -145,7 +137,7 @@ def check_trackers(names: Iterable[str], *, upload: bool = False) -> None:
 
 
 def _load(name: str) -> Any:
-    return getattr(importlib.import_module("rollstream.integrations.tracking"), _ELSEWHERE[name])()
+    return plugins.load("rollstream.trackers", name)()
 
 
 def tracked_run(run_dir: Path, manifest: Manifest, config: Mapping[str, Any] | None = None) -> TrackedRun:

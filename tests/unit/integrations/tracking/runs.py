@@ -18,7 +18,7 @@ def run_in(folder: Path) -> TrackedRun:
 LOG = """
 import sys
 from pathlib import Path
-from rollstream.integrations import tracking
+from rollstream.integrations import trackers as tracking
 from tests.unit.integrations.tracking.runs import run_in
 tracker = getattr(tracking, sys.argv[2])()
 tracker.check()

@@ -5,7 +5,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from rollstream.integrations.tracking import JsonLinesTracker
+from rollstream.integrations.trackers import JsonLinesTracker
 from tests.unit.integrations.tracking.runs import run_in
 
 

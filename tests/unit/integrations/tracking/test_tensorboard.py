@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.integrations.tracking import TensorBoardTracker
+from rollstream.integrations.trackers import TensorBoardTracker
 from tests.unit.integrations.tracking.runs import run_in
 
 pytest.importorskip("tensorboard")

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from rollstream.errors import ConfigError
-from rollstream.integrations.tracking import WandbTracker
+from rollstream.integrations.trackers import WandbTracker
 from tests.unit.integrations.tracking.runs import RUN_ID, python
 
 pytest.importorskip("wandb")
@@ -20,7 +20,7 @@ pytest.importorskip("wandb")
 LOG = """
 import sys
 from pathlib import Path
-from rollstream.integrations.tracking import WandbTracker
+from rollstream.integrations.trackers import WandbTracker
 from tests.unit.integrations.tracking.runs import run_in
 folder = Path(sys.argv[1])
 tracker = WandbTracker()
@@ -38,7 +38,7 @@ UPLOAD = """
 import sys
 from pathlib import Path
 import wandb
-from rollstream.integrations.tracking import WandbTracker
+from rollstream.integrations.trackers import WandbTracker
 from tests.unit.integrations.tracking.runs import run_in
 folder = Path(sys.argv[1])
 (folder / "trajectories.zip").write_bytes(b"stored")
@@ -132,7 +132,7 @@ def test_without_any_run_the_artifact_gets_one_of_its_own(tmp_path: Path) -> Non
 
 def test_nobody_is_asked_for_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code = (
-        "from rollstream.integrations.tracking import WandbTracker\n"
+        "from rollstream.integrations.trackers import WandbTracker\n"
         "try:\n    WandbTracker().check()\n    print('checked')\n"
         "    WandbTracker().open(None)\nexcept Exception as error:\n    print(type(error).__name__, error)"
     )
@@ -155,7 +155,7 @@ HOLE = """
 import asyncio, logging, os, socket, sys, time
 from pathlib import Path
 from rollstream.generation import tracking as module
-from rollstream.integrations.tracking import WandbTracker
+from rollstream.integrations.trackers import WandbTracker
 from tests.unit.integrations.tracking.runs import run_in
 
 logging.basicConfig(level=logging.WARNING)
