@@ -3,7 +3,7 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -153,6 +153,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     text = "show what a run directory holds, also while it is written"
     status = add("status", _status, text, of_run=True)
+    scores = "rewards of `rollstream score` (default: the run's own)"
+    status.add_argument("--scores", metavar="NAME", help=scores)
     listed = status.add_mutually_exclusive_group()
     listed.add_argument("--failed", action="store_true", help="all failed rollouts as JSON Lines")
     listed.add_argument("--unscored", action="store_true", help="all rollouts without a reward as JSON Lines")
@@ -184,6 +186,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="overwrite FILE if it exists (the run directory's own export is always made anew)",
     )
+    export.add_argument("--scores", metavar="NAME", help=scores)
     buffer.add_selection(export)
     sft = export.add_argument_group("sft", "examples for supervised fine-tuning, a line each, none twice")
     sft.add_argument("--best", type=int, metavar="N", help="the N best of each prompt (default: all)")
@@ -303,10 +306,15 @@ def _status(options: argparse.Namespace) -> int:
     if options.failed or options.unscored:
         import msgspec
 
-        for one in (read_failures if options.failed else read_unscored)(options.run_dir):
-            print(msgspec.json.encode(one).decode())
+        rows: Iterable[object] = (
+            read_failures(options.run_dir)
+            if options.failed
+            else read_unscored(options.run_dir, options.scores)
+        )
+        for row in rows:
+            print(msgspec.json.encode(row).decode())
         return 0
-    status = read_status(options.run_dir)
+    status = read_status(options.run_dir, options.scores)
     if options.json:
         print(status_json(status).decode())
     else:
@@ -316,8 +324,8 @@ def _status(options: argparse.Namespace) -> int:
         print(
             f"rollouts        {status.completed}/{total} done, {status.failed} failed, mean reward {reward}"
         )
-        if len(status.all_scores) > 1:
-            print(f"rewards         {status.scores} (there are: {', '.join(status.all_scores)})")
+        if status.all_scores:
+            print(f"scores          {', '.join(status.all_scores)} (--scores NAME)")
         _print_causes("failed", status.failure_causes)
         if status.unscored:
             failed = (
@@ -440,6 +448,7 @@ def _export(options: argparse.Namespace) -> int:
             *(options.run_dir, options.format, options.output),
             force=options.force,
             options=chosen,
+            scores=options.scores,
             images=partial(_images, options),
         )
     else:

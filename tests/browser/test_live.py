@@ -118,35 +118,22 @@ def test_run_that_is_resumed_is_followed(tmp_path: Path, visit: Visit) -> None:
         page.close()
 
 
-def test_scores_that_count_from_now_on_are_shown(tmp_path: Path, visit: Visit) -> None:
+def test_scores_that_are_named_are_shown(tmp_path: Path, visit: Visit) -> None:
     root, file = tmp_path / "run", tmp_path / "anew.py"
     file.write_text("def compute_score(**row):\n    return 0.25 * row['extra_info']['num_turns'] / 2\n")
-
-    def score(*words: str) -> None:
-        assert subprocess.run(
-            [sys.executable, "-m", "rollstream", "score", str(root), *words], timeout=PATIENCE_S, check=True
-        )
-
     in_thread(write_run, root, [rollout(0, repeat) for repeat in range(4)], prompts=2)
-    with serving(tmp_path) as ready:
+    words = ["score", str(root), "--reward", str(file), "--name", "turns", "--processes", "1"]
+    subprocess.run([sys.executable, "-m", "rollstream", *words], timeout=PATIENCE_S, check=True)
+    with serving(tmp_path, arguments=["--scores", "turns"]) as ready:
         page = visit(at=ready["url"].rstrip("/"))
         first_run(page)
         facts = page.locator(".facts")
-        expect(facts).to_contain_text(re.compile("mean reward1(?![.\\d])"))
-        expect(facts).not_to_contain_text("scored anew")
-        score("--reward", str(file), "--name", "turns", "--activate", "--processes", "1")
         expect(facts).to_contain_text("scored anewturns")
         expect(facts).to_contain_text("mean reward0.25")
         in_thread(write_run, root, [rollout(1, 0)], prompts=2)
         expect(facts).to_contain_text("unscored1")
         page.get_by_role("link", name="Rollouts").click()
         expect(page.get_by_role("cell", name="0.25", exact=True)).to_have_count(4)
-        page.get_by_role("link", name="Groups").click()
-        expect(page.get_by_role("row", name=re.compile("^0 .* 0.25")).first).to_be_visible()
-        score("--activate", "recorded")
-        page.get_by_role("link", name="Overview").click()
-        expect(facts).not_to_contain_text("scored anew")
-        expect(facts).to_contain_text("unscored0")
         page.close()
 
 

@@ -9,15 +9,9 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
-from rollstream.evaluate.score import score_run, use_scores
-from rollstream.evaluate.score_worker import RewardRecipe
-from rollstream.store.export.run import export_run
-from rollstream.store.find import find_trajectory
 from rollstream.store.journal import ScanReport, scan
-from rollstream.store.scores import RECORDED, ScorePaths, read_facts, score_folder
-from rollstream.store.summary import read_status
-from rollstream.store.validate import validate_run
-from tests.support.until import PATIENCE_S, wait_until
+from rollstream.store.scores import ScorePaths, read_facts, score_folder
+from tests.support.until import wait_until
 from tests.support.view_runs import rollout, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -65,59 +59,13 @@ def test_scoring_that_is_killed_goes_on(tmp_path: Path, rollouts: int) -> None:
         assert not paths.table.exists()
         durable = now
     replace_text(gate, str(rollouts))
-    done = subprocess.run([*words, "--activate", "--json"], cwd=ROOT, check=True, capture_output=True)
+    done = subprocess.run([*words, "--json"], cwd=ROOT, check=True, capture_output=True)
     report = orjson.loads(done.stdout)
     assert (report["rollouts"], report["now"]) == (rollouts, rollouts - len(durable))
     assert len(keys_of(paths)) == rollouts, "what is durable is not scored again"
     table = pq.read_table(paths.table)
     assert [4 * one["index"] + one["repeat"] for one in table.to_pylist()] == list(range(rollouts))
     assert table["reward"].to_pylist() == [at / 8 for at in range(rollouts)]
-
-
-ACTIVATES = """
-import os, shutil, sys
-from pathlib import Path
-from rollstream.evaluate.score import use_scores
-root, copies = Path(sys.argv[1]), Path(sys.argv[2])
-for wanted in range(1, 100):
-    copy, seen = shutil.copytree(root, copies / str(wanted)), 0
-    if (child := os.fork()) == 0:
-        def count(event, arguments):
-            global seen
-            seen += event in ("os.rename", "os.remove")
-            if seen == wanted:
-                os._exit(9)
-        sys.addaudithook(count)
-        use_scores(copy, sys.argv[3])
-        os._exit(0)
-    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 9:
-        break
-"""
-"""Ends before each file that is renamed or removed, in a copy of the run each time."""
-
-
-@pytest.mark.parametrize("name", ["anew", RECORDED])
-def test_an_activation_that_is_killed_leaves_one_or_the_other(tmp_path: Path, name: str) -> None:
-    run, reward = tmp_path / "run", tmp_path / "reward.py"
-    write_run(run, [rollout(at // 4, at % 4, str(at)) for at in range(12)], n=4, prompts=3, rows=4)
-    reward.write_text("def compute_score(solution_str, **_):\n    return float(solution_str)\n")
-    score_run(run, RewardRecipe(str(reward), "compute_score", {}, 60.0, 4), name="anew", processes=1)
-    export_run(run, "parquet")
-    if name == RECORDED:
-        use_scores(run, "anew")
-    words = [sys.executable, "-c", ACTIVATES, str(run), str(tmp_path / "copies"), name]
-    subprocess.run(words, check=True, timeout=PATIENCE_S, cwd=ROOT)
-    copies = list((tmp_path / "copies").iterdir())
-    assert len(copies) > 3
-    for copy in copies:
-        status = read_status(copy)
-        assert status.mean_reward == {"anew": 5.5, RECORDED: 1.0}[status.scores] and not status.damage
-        shown = [find_trajectory(copy, at // 4, at % 4).row["reward"] for at in range(12)]
-        assert shown == ([float(at) for at in range(12)] if status.scores == "anew" else [1.0] * 12)
-        assert use_scores(copy, name) == [] and read_status(copy).scores == name
-        assert validate_run(copy).sound
-        use_scores(copy, RECORDED)
-        assert pq.read_table(copy / "trajectories.parquet")["reward"].to_pylist() == [1.0] * 12
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -63,19 +63,17 @@ READERS: dict[str, Callable[[Path], list[float]]] = {
 """The rewards in an export of each format."""
 
 
-def test_every_format_at_the_end_and_with_the_rewards_that_count(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_format_at_the_end_and_with_the_scores_that_are_named(tmp_path: Path) -> None:
     sums, run = write_sums(tmp_path / "sums.jsonl", PAIRS[:2]), tmp_path / "run"
     assert READERS.keys() == FILE_NAMES.keys()
     given = count()
-    words = config(
+    settings = config(
         run,
         sums,
         generation__export=[name for name in READERS if name != "parquet"],
         actor_rollout_ref__rollout__temperature=5.0,  # no two texts are the same
     )
-    run_generation(words, reward=lambda *args, **kwargs: float(next(given)))
+    run_generation(settings, reward=lambda *args, **kwargs: float(next(given)))
 
     def check(folder: Path, wanted: list[float]) -> None:
         for name, rewards in READERS.items():
@@ -86,17 +84,14 @@ def test_every_format_at_the_end_and_with_the_rewards_that_count(
     assert {one["rows"] for one in orjson.loads((run / "exports.json").read_bytes()).values()} == {4, 2}
 
     (tmp_path / "reward.py").write_text(REWARD)
-    assert cli(["score", str(run), "--reward", str(tmp_path / "reward.py"), "--activate"]) == 0
+    assert cli(["score", str(run), "--reward", str(tmp_path / "reward.py"), "--name", "anew"]) == 0
     texts = [row["messages"][-1]["content"] for row in read_rows(run / "trajectories.parquet")]
-    anew = sorted(float(zlib.crc32(text.encode()) % 1024) for text in texts)
-    assert read_status(run).stale == sorted(FILE_NAMES[name] for name in READERS if name != "parquet")
     (tmp_path / "out").mkdir()
     for name in READERS:
-        for more in ([], ["--output", str(tmp_path / "out" / FILE_NAMES[name])]):
-            assert cli(["export", str(run), "--format", name, *more]) == 0
-    check(run, anew)
-    check(tmp_path / "out", anew)
-    assert read_status(run).stale == []
+        words = ["export", str(run), "--format", name, "--scores", "anew"]
+        assert cli(words) == 2, "what is in the run directory has the run's own rewards"
+        assert cli([*words, "--output", str(tmp_path / "out" / FILE_NAMES[name])]) == 0
+    check(tmp_path / "out", sorted(float(zlib.crc32(text.encode()) % 1024) for text in texts))
 
 
 def test_a_run_exports_for_verl_at_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,7 +165,7 @@ def test_the_summary_counts_what_is_not_scored() -> None:
     assert "24 of 30 rollouts are not scored: no reward for 'a', 'b'" in summarise(some)
     assert "no reward for 'a', 'b'; give a reward (--reward FILE)" in summarise(some)
     assert "the reward failed on 2 rollouts" in summarise(some)
-    assert "then: rollstream score 'a run' --reward FILE --activate" in summarise(some)
+    assert "then: rollstream score 'a run' --reward FILE" in summarise(some)
     assert (some.exit_code, result(unscored=24).exit_code) == (1, 0)
 
 

@@ -46,7 +46,7 @@ READING: dict[str, Sequence[Sequence[str]]] = {
         [],
         ["--list"],
         ["--rules", "--processes", "1"],
-        ["--reward", "mine.py", "--processes", "1", "--activate"],
+        ["--reward", "mine.py", "--processes", "1"],
     ),
     "eval": ([], ["--by", "data_source"]),
     "merge": (["--output", "merged"],),
@@ -226,7 +226,7 @@ def test_a_link_of_a_temporary_name_leads_nowhere(foreign: Path, tmp_path: Path)
         (foreign / name).parent.mkdir(exist_ok=True)
         (foreign / name).symlink_to(tmp_path / "profile")
     assert main(["export", str(foreign), "--format", "jsonl"]) == 0
-    assert main(["score", str(foreign), "--reward", "mine.py", "--processes", "1", "--activate"]) == 0
+    assert main(["score", str(foreign), "--reward", "mine.py", "--processes", "1"]) == 0
     assert (tmp_path / "profile").read_text() == "mine"
 
 

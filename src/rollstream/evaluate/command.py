@@ -54,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--k", type=int, nargs="+", metavar="K", help="of pass@k and pass^k (default: 1, 2, 4, … and n)"
     )
     parser.add_argument(
+        "--scores", metavar="NAME", help="rewards of `rollstream score` (default: the run's own)"
+    )
+    parser.add_argument(
         "--solved-at",
         type=_finite,
         default=0.5,
@@ -139,7 +142,7 @@ def _report(options: argparse.Namespace, names: Mapping[str, str]) -> Report:
     how = options.solved_at, None if options.k is None else sorted(set(options.k))
     report: Report = {"runs": [], "by": [], "comparisons": [], "missed": []}
     against: tuple[str, Samples] | None = None
-    for run in read_runs(places, names):
+    for run in read_runs(places, names, options.scores):
         samples, damage = run.samples, run.rows.damage
         if options.missing_as is not None:
             samples = samples.with_missing(options.missing_as)

@@ -150,20 +150,24 @@ class JudgedRun:
         return self.total is not None and len(self.samples) < self.total
 
 
-def read_runs(places: Iterable[Path], names: Mapping[str, str] = MappingProxyType({})) -> Iterator[JudgedRun]:
+def read_runs(
+    places: Iterable[Path], names: Mapping[str, str] = MappingProxyType({}), scores: str | None = None
+) -> Iterator[JudgedRun]:
     """The runs at some places, finished or being written; each is read when its turn comes.
 
     Args:
         places: run directories, folders of them (in the order of the numbers in their names), exported Parquet
             files. Shards of a run are one run.
         names: what to call runs, by their folders; others are called as their folders.
+        scores: whose rewards; None: each run's own.
 
     Raises:
         ConfigError: there is no run at one of them.
         RunDirectoryError: a `run.json` cannot be read.
     """
     for name, parts in find_runs(places):
-        yield _read_run(names.get(name, name), parts)
+        chosen = [part if part.manifest is None else replace(part, scores=scores) for part in parts]
+        yield _read_run(names.get(name, name), chosen)
 
 
 def find_runs(places: Iterable[Path]) -> list[tuple[str, list[Part]]]:

@@ -4,7 +4,7 @@
                --items--> [ process 1 ] ---> frames -> scores/NAME.rsj (fdatasync) -> scores/NAME.parquet
 
 A rollout is scored when its frame is durable; who scores again under the same name goes on behind it. The run
-itself is only read. Which rewards count is `rollstream.store.scores`.
+itself is only read. Readers name them: `rollstream.store.scores`.
 """
 
 import hashlib
@@ -43,17 +43,14 @@ from rollstream.evaluate.score_worker import (
 from rollstream.reward.rules import RuleReward
 from rollstream.store.journal import FILE_HEADER_SIZE, JournalFile, ScanReport, scan
 from rollstream.store.keys import KeyStates
-from rollstream.store.lock import RunLock, is_locked, locked
-from rollstream.store.manifest import LOOP_IDENTITY, Manifest, require_manifest
-from rollstream.store.merge import merge_batches
-from rollstream.store.paths import RunPaths
+from rollstream.store.lock import RunLock
+from rollstream.store.manifest import LOOP_IDENTITY, Manifest
 from rollstream.store.records import scoring_failed
-from rollstream.store.recovery import inspect, recover
+from rollstream.store.recovery import inspect
 from rollstream.store.scores import (
     SCORED_COLUMNS,
     ScoreFacts,
     ScorePaths,
-    activate,
     decode_scores,
     is_score_name,
     read_facts,
@@ -62,7 +59,6 @@ from rollstream.store.scores import (
     write_facts,
 )
 from rollstream.store.stream import run_tables
-from rollstream.store.summary import read_status, refresh_checkpoint
 from rollstream.trajectory import RolloutKey, failure_cause
 
 logger = logging.getLogger(__name__)
@@ -100,7 +96,7 @@ class ScoreReport:
     """Unscored ones on which the reward failed."""
     mean_reward: float | None = None
     mean_before: float | None = None
-    """Mean of the rewards that counted until now."""
+    """Mean of the run's own rewards."""
     causes: dict[str, int] = field(default_factory=dict)
     """How often the reward failed, by the first message of each cause."""
     damage: list[str] = field(default_factory=list)
@@ -160,7 +156,7 @@ def score_run(
     label = "rules" if recipe.path is None else Path(recipe.path).stem
     name = name or f"{''.join(one if one.isalnum() else '-' for one in label)}-{digest[:8]}"
     if not is_score_name(name):
-        raise ConfigError(f"--name {name}: letters, digits, '-', '_' and '.'; not 'recorded'")
+        raise ConfigError(f"--name {name}: letters, digits, '-', '_' and '.'")
     folder = output or score_folder(root)
     if output is not None:
         _check_output(output, name)
@@ -214,31 +210,6 @@ def _check_output(folder: Path, name: str) -> None:
         raise ConfigError(
             f"{there[0]} exists, and is none of these scores; choose another --name or --output"
         )
-
-
-def use_scores(root: Path, name: str) -> list[str]:
-    """Makes the scores of a name those that count, and merges the artifact of a finished run anew.
-
-    Returns:
-        the files of the run directory that have other rewards: exports, and the artifact of a run that is being
-        written, whose end merges it.
-
-    Raises:
-        RunDirectoryError: there are no such scores.
-    """
-    manifest = require_manifest(root)
-    activate(root, name)
-    if is_locked(root / "run.lock"):
-        return read_status(root).stale
-    paths = RunPaths(root)
-    with locked(root):
-        status = read_status(root)
-        if paths.artifact.exists() and status.finished and not status.damage:
-            if status.artifact_rows:
-                recover(paths, manifest)
-            merge_batches(paths, manifest.run_id_bytes)
-        refresh_checkpoint(root)
-        return read_status(root).stale
 
 
 def _facts(paths: ScorePaths, manifest: Manifest, reward: str, digest: str) -> ScoreFacts:
@@ -336,7 +307,7 @@ def _no_room(path: Path, error: OSError) -> StorageError:
 def _items(root: Path, n: int, earlier: _Scored, note: Callable[[str], object]) -> Iterator[ScoreItem]:
     """The rollouts that are not scored yet."""
     seen = KeyStates(n)
-    for table in run_tables(root, _READ, note, recorded=True):
+    for table in run_tables(root, _READ, note):
         has_text = pc.match_substring(table["messages"], _TEXT).to_pylist()
         plain = table.drop_columns(["response_ids", "response_mask"]).to_pylist()
         rows: list[ScoreRow] = []

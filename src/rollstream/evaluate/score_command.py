@@ -1,7 +1,6 @@
-"""`rollstream score`: a run's rollouts scored anew, and which of its rewards count."""
+"""`rollstream score`: a run's rollouts scored anew."""
 
 import argparse
-import shlex
 import sys
 import time
 from dataclasses import asdict, replace
@@ -16,15 +15,12 @@ if TYPE_CHECKING:
 EPILOG = """\
 examples:
   rollstream score outputs/run --reward reward.py            into scores/reward-1f0c2a9b.parquet
-  rollstream score outputs/run --reward reward.py --activate      and its rewards count from now on
-  rollstream score outputs/run --activate recorded           those count again that the run recorded
-  rollstream score outputs/run --list                        what there is, and which counts
+  rollstream score outputs/run --list                        what there is
 
-Nothing is generated, and what the run recorded stays. The same command goes on where it was stopped, and
-scores what the run has finished since.
+Nothing is generated, and what the run recorded stays: `eval`, `export`, `view` and `status` take --scores NAME. The
+same command goes on where it was stopped, and scores what the run has finished since.
 
-exit codes: 0 done; 1 the reward failed on every rollout, or with --activate on more than the run's
-generation.max_failed_share (then nothing is activated), or damage was found; 2 wrong usage. docs/evaluate.md
+exit codes: 0 done; 1 the reward failed on every rollout, or damage was found; 2 wrong usage. docs/evaluate.md
 """
 
 _EVERY_S = 2.0
@@ -41,18 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Python file with the reward (default: the rules, if the run has no file)",
     )
     what.add_argument("--rules", action="store_true", help="the built-in rewards, by data source")
-    what.add_argument("--list", action="store_true", help="the scores that there are, and which count")
+    what.add_argument("--list", action="store_true", help="the scores that there are")
     parser.add_argument("--function", metavar="NAME", help="in that file (default: compute_score)")
     parser.add_argument("--kwargs", metavar="JSON", help="further keyword arguments of the function")
     parser.add_argument("--name", help="of the scores (default: after the file and its content)")
-    parser.add_argument(
-        "--activate",
-        nargs="?",
-        const=True,
-        metavar="NAME",
-        help="make these rewards count: in artifact, exports, view, status, show and eval; with a NAME nothing is "
-        "scored",
-    )
     parser.add_argument("--processes", type=int, metavar="N", help="that score (default: CPUs, at most 4)")
     parser.add_argument("--max-concurrency", type=int, metavar="N", help="calls at once in each of them")
     parser.add_argument("--timeout", type=float, metavar="S", help="seconds for one call")
@@ -74,28 +62,14 @@ def run(options: argparse.Namespace) -> int:
     """Executes a parsed command line. Raises `ConfigError`."""
     import orjson
 
-    from rollstream.evaluate.score import score_run, use_scores
+    from rollstream.evaluate.score import score_run
     from rollstream.stderr_log import log_to_stderr
     from rollstream.stop_signals import ending_on_sigterm
-    from rollstream.store.summary import read_status
 
     log_to_stderr(times=False)
     root: Path = options.run_dir
     if options.list:
         return _list(options)
-    if options.output is not None and options.activate:
-        raise ConfigError("--activate: only scores in the run directory can count; leave out --output")
-    if isinstance(options.activate, str):
-        if options.reward or options.rules or options.name:
-            raise ConfigError("--activate NAME scores nothing; to name new scores: --name NAME --activate")
-        before = read_status(root).mean_reward if options.json else None
-        stale = use_scores(root, options.activate)
-        if options.json:
-            counting = {**_counting(root), "mean_before": before}
-            sys.stdout.write(orjson.dumps(counting, option=orjson.OPT_INDENT_2).decode() + "\n")
-        else:
-            sys.stdout.write(_activated(root, options.activate, stale))
-        return 0
     recipe = _recipe(options)
     progress = _Progress()
     try:
@@ -114,35 +88,15 @@ def run(options: argparse.Namespace) -> int:
         sys.stderr.write("stopped; what was scored is on disk, the same command goes on\n")
         raise
     failed = report.rollouts == report.failed
-    share = _max_failed_share(root)
-    refused = bool(options.activate) and not failed and report.failed > share * report.rollouts
     if options.json:
         sys.stdout.write(orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2).decode() + "\n")
     else:
         sys.stdout.write(_summary(report))
-    activation = shlex.join(["rollstream", "score", str(root), "--activate", report.name])
-    if refused:
-        sys.stderr.write(
-            f"not activated: the reward failed on {report.failed} of {report.rollouts} rollouts, more than "
-            f"generation.max_failed_share={share:g} allows; to activate all the same: {activation}\n"
-        )
-    elif options.activate and not failed:
-        stale = use_scores(root, report.name)
-        if not options.json:
-            sys.stdout.write(_activated(root, report.name, stale))
-    elif options.output is None and not failed and not options.json:
-        sys.stdout.write(f"to make them count: {activation}\n")
+    if options.output is None and not failed and not options.json:
+        sys.stdout.write(f"to read by them: --scores {report.name} at eval, export, view and status\n")
     for line in report.damage:
         sys.stderr.write(f"damaged: {line}\n")
-    return 1 if failed or refused or report.damage else 0
-
-
-def _max_failed_share(root: Path) -> float:
-    """What share of rollouts may be without a reward because of errors, by the run's configuration."""
-    from rollstream.store.manifest import require_manifest
-
-    share = require_manifest(root).setting("generation").get("max_failed_share")
-    return float(share) if isinstance(share, int | float) else 0.0
+    return 1 if failed or report.damage else 0
 
 
 def _recipe(options: argparse.Namespace) -> Any:
@@ -184,36 +138,23 @@ def _list(options: argparse.Namespace) -> int:
     import orjson
 
     from rollstream.store.manifest import require_manifest
-    from rollstream.store.scores import (
-        RECORDED,
-        ScorePaths,
-        active_name,
-        read_facts,
-        score_folder,
-        score_names,
-    )
+    from rollstream.store.scores import ScorePaths, read_facts, score_folder, score_names
 
     require_manifest(options.run_dir)
-    active = active_name(options.run_dir) or RECORDED
-    found: list[dict[str, Any]] = [{"name": RECORDED, "active": active == RECORDED, "reward": None}]
+    found: list[dict[str, Any]] = []
     for name in score_names(options.run_dir):
         try:
             facts = read_facts(ScorePaths(score_folder(options.run_dir), name).facts)
         except RunDirectoryError as error:  # the others can be listed
             sys.stderr.write(f"damaged: {error}\n")
             facts = None
-        said = (
-            {"reward": "unknown", "created": "-"}
-            if facts is None
-            else {"reward": facts.reward, "created": facts.created}
-        )
-        found.append({"name": name, "active": name == active, **said})
+        about = ("unknown", "-") if facts is None else (facts.reward, facts.created)
+        found.append({"name": name, "reward": about[0], "created": about[1]})
     if options.json:
         sys.stdout.write(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() + "\n")
     else:
         for one in found:
-            how = f"{one['reward']}, {one['created']}" if one.get("reward") else "by the run itself"
-            sys.stdout.write(f"{'*' if one['active'] else ' '} {one['name']:<24} {how}\n")
+            sys.stdout.write(f"{one['name']:<24} {one['reward']}, {one['created']}\n")
     return 0
 
 
@@ -240,7 +181,7 @@ def _summary(report: "ScoreReport") -> str:
     if report.unscored:
         mean += f" over {report.rollouts - report.unscored} of {report.rollouts} scored"
     lines = [
-        f"{report.rollouts} rollouts ({report.now} now), mean reward {mean} (so far: {before})",
+        f"{report.rollouts} rollouts ({report.now} now), mean reward {mean} (the run's own: {before})",
         f"scores: {report.path}",
     ]
     for example, count in list(report.causes.items())[:_CAUSES_SHOWN]:
@@ -248,24 +189,3 @@ def _summary(report: "ScoreReport") -> str:
     if without := report.unscored - report.failed:
         lines.append(f"{without} have no reward: no rule knows their data source")
     return "\n".join(lines) + "\n"
-
-
-def _counting(root: Path) -> dict[str, Any]:
-    """Which rewards count now, by the names that `ScoreReport` has."""
-    from rollstream.store.summary import read_status
-
-    status = read_status(root)
-    return {
-        "name": status.scores,
-        "rollouts": status.completed,
-        "unscored": status.unscored,
-        "failed": status.reward_failed,
-        "mean_reward": status.mean_reward,
-        "stale": status.stale,
-        "damage": status.damage,
-    }
-
-
-def _activated(root: Path, name: str, stale: list[str]) -> str:
-    others = f"; these files have other rewards: {', '.join(stale)}" if stale else ""
-    return f"the rewards of {name!r} count in {root}{others}\n"

@@ -33,7 +33,6 @@ from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.extend import check_positions
 from rollstream.store.lock import is_locked, lock_holder
 from rollstream.store.manifest import Manifest, identity_differences
-from rollstream.store.scores import RECORDED
 from rollstream.store.summary import first_reward_failure
 
 logger = logging.getLogger(__name__)
@@ -112,10 +111,8 @@ def _generate(config: DictConfig, out: TextIO, err: ProgressConsole, *, as_json:
 
 def summarise(result: GenerationResult) -> str:
     """How a run ended, for people."""
-    others = result.scores != RECORDED
     where = shlex.quote(str(result.run_dir))
-    reward = f", mean {'recorded ' * others}reward"
-    reward = "" if result.mean_reward is None else f"{reward} {result.mean_reward:.4f}"
+    reward = "" if result.mean_reward is None else f", mean reward {result.mean_reward:.4f}"
     if reward and result.unscored:
         reward += f" over {result.completed - result.unscored} scored"
     counts = f"{result.completed}/{result.total} rollouts done, {result.failed} failed{reward}"
@@ -153,15 +150,15 @@ def summarise(result: GenerationResult) -> str:
         lines.append(
             f"{without_rule} of {result.completed} rollouts are not scored: no reward for {why}; "
             "give a reward (--reward FILE), or a data_source with a rule; to score these: "
-            f"rollstream score {where} --reward FILE --activate"
+            f"rollstream score {where} --reward FILE"
         )
     if result.reward_failed:
         lines.append(
             f"the reward failed on {result.reward_failed} rollouts: their reward is null; "
             f"`rollstream show {where} {_first_reward_failure(result.run_dir)}` says why of the first. Mend the file, "
-            f"then: rollstream score {where} --reward FILE --activate"
+            f"then: rollstream score {where} --reward FILE"
         )
-    if result.equal_rewards is not None and not others:
+    if result.equal_rewards is not None:
         numbers, rows = result.number_truths
         why = (
             f": the ground truth is a number in {numbers} of {rows} rows, which equals no text"
@@ -171,12 +168,6 @@ def summarise(result: GenerationResult) -> str:
         lines.append(
             f"all {result.completed - result.unscored} rewards are {result.equal_rewards:g}{why}: "
             f"look at an answer with its ground truth: rollstream show {where} 0"
-        )
-    if others:
-        new = f"; those of this call ({result.generated}) have none of them yet" if result.generated else ""
-        lines.append(
-            f"the rewards of {result.scores!r} count here, by which these rollouts were scored anew{new}: "
-            f"rollstream score --list {where}"
         )
     if result.damage:
         lines.append(

@@ -54,8 +54,6 @@ class Snapshot:
     """Rollouts in flight at most, where that is below `generation.max_in_flight` now."""
     limit: int | None = None
     """`generation.max_in_flight`."""
-    recorded: bool = False
-    """Other rewards count in the run than those that it records."""
     replicas: tuple[int, int] | None = None
     """Replicas of the engine that are there, and all of them; None where it has none."""
 
@@ -117,10 +115,7 @@ def format_line(snapshot: Snapshot, rate: float, tokens_rate: float, elapsed: fl
         parts.append(f"reward failed {snapshot.reward_failed}")
     if snapshot.replicas is not None and snapshot.replicas[1] > 1:
         parts.append("replicas {}/{}".format(*snapshot.replicas))
-    parts.append(
-        f"mean {'recorded ' * snapshot.recorded}reward "
-        + ("-" if snapshot.mean_reward is None else f"{snapshot.mean_reward:.3f}")
-    )
+    parts.append("mean reward " + ("-" if snapshot.mean_reward is None else f"{snapshot.mean_reward:.3f}"))
     if snapshot.waiting:
         parts.append("WAITING FOR THE ENGINE")
     return f"{parts[0]}| " + " | ".join(parts[1:])

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollstream.store.scores import RECORDED
 from rollstream.store.summary import FailureCause
 
 
@@ -48,8 +47,6 @@ class GenerationResult:
     """Where `generation.upload_artifact` put the trajectories; None when not asked for, or when it failed."""
     failure_causes: list[FailureCause] = field(default_factory=list)
     """Of the rollouts that failed in this call."""
-    scores: str = RECORDED
-    """Whose rewards count in the run directory (`rollstream score`); `mean_reward` is of those that a run records."""
     equal_rewards: float | None = None
     """The reward of all scored ones, where there are several and it is the same."""
     number_truths: tuple[int, int] = (0, 0)

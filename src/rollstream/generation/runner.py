@@ -49,7 +49,6 @@ from rollstream.store.paths import RunPaths
 from rollstream.store.records import EncodedRollout, RecordCodec
 from rollstream.store.recovery import inspect
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run
-from rollstream.store.scores import RECORDED, active_name
 from rollstream.store.summary import FailureCause, write_checkpoint
 from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import Failure, Rollout, failure_cause
@@ -361,8 +360,6 @@ class _Run:
         self._gave_up: str | None = None
         """Why the run was stopped before its end, other than by a signal."""
         self._succeeded = False
-        self._scores: str | None = None
-        """Whose rewards count; None: those that the run records."""
 
     async def whole(self, started: float) -> GenerationResult:
         """Generates, seals, merges, exports and uploads. `started`: by the monotonic clock."""
@@ -373,7 +370,6 @@ class _Run:
             logger.warning("restored: %s", line)
         if state.torn:
             logger.info("cut an unfinished frame of %d bytes, as a crash leaves it", state.torn)
-        self._scores = active_name(run.paths.root)  # what cannot be merged in the end is said now
         await self._execute()
         elapsed = time.monotonic() - started  # without merging, exports and the upload
         artifact_rows, not_exported, uploaded = 0, None, None
@@ -425,7 +421,6 @@ class _Run:
             unscored_sources=prepared.unscored_sources,
             uploaded=uploaded,
             failure_causes=[FailureCause(*one) for one in self._metrics.causes.values()],
-            scores=active_name(run.paths.root) or RECORDED,
             gave_up=self._gave_up,
         )
 
@@ -513,7 +508,6 @@ class _Run:
                     retries=execution.retries(),
                     reward_failed=execution.reward_failed(),
                     limit=limit,
-                    recorded=self._scores is not None,
                     replicas=execution.replicas(),
                 )
 

@@ -553,15 +553,13 @@ def belongs_to(file: pq.ParquetFile, run_id: str) -> bool:
     return bool((file.metadata.metadata or {}).get(b"rollstream.run_id") == run_id.encode())
 
 
-def read_keys(
-    path: Path, run_id: str, current: Callable[[pa.Table, pq.FileMetaData], pa.Table] | None = None
-) -> BatchKeys:
+def read_keys(path: Path, run_id: str, current: Callable[[pa.Table], pa.Table] | None = None) -> BatchKeys:
     """Reads the key columns of a batch or artifact.
 
     Args:
         path: the file.
         run_id: whose it has to be.
-        current: gives rows of a file with this footer the rewards that count; None: those in the file.
+        current: gives rows the run's own rewards; None: those in the file are.
 
     Raises:
         DamageError: also when it is of another run.
@@ -575,8 +573,7 @@ def read_keys(
         if table["reward"].null_count or current is not None:
             extras = file.read(["reward_extra"], use_threads=False)["reward_extra"]
             table = table.append_column("reward_extra", extras)
-        footer = file.metadata
-    return table_keys(table if current is None else current(table, footer))
+    return table_keys(table if current is None else current(table))
 
 
 def table_keys(table: pa.Table) -> BatchKeys:

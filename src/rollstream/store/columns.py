@@ -41,7 +41,7 @@ from rollstream.store.manifest import Manifest
 from rollstream.store.merge import holds_other_batches, is_current
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import FailureRecord, RecordCodec, RolloutRecord
-from rollstream.store.scores import SCORED_COLUMNS, Rewards, tag_of
+from rollstream.store.scores import SCORED_COLUMNS, Rewards
 from rollstream.trajectory import failure_cause
 
 Array = npt.NDArray[Any]
@@ -102,6 +102,8 @@ class Part:
 
     root: Path
     manifest: Manifest | None
+    scores: str | None = None
+    """Whose rewards; None: the run's own."""
 
     def paths(self, number: int) -> list[Path]:
         """Where the rows of a batch's or journal's number may be, the likeliest first."""
@@ -298,15 +300,15 @@ class RunColumns:
             low, high = _footer(path, *_version(path))[1:]
             holds = np.searchsorted(indices, low) < np.searchsorted(indices, high, side="right")
             for group in np.flatnonzero(holds).tolist():
-                yield self._current(part, read_group(file, group, names), tag_of(file.metadata))
+                yield self._current(part, read_group(file, group, names))
 
-    def _current(self, part: Part, table: pa.Table, tag: str = "") -> pa.Table:
+    def _current(self, part: Part, table: pa.Table) -> pa.Table:
         """Rows with the rewards that count; an exported file has its own."""
         if part.manifest is None:
             return table
         if part.root not in self._rewards:
-            self._rewards[part.root] = Rewards(part.root)
-        return self._rewards[part.root].current(table, tag)
+            self._rewards[part.root] = Rewards(part.root, part.scores)
+        return self._rewards[part.root].current(table)
 
     # -- reading what is new
 
@@ -377,7 +379,7 @@ class RunColumns:
                         table = file.read_row_groups(slab, columns=_READ)
                     else:
                         table = pa.concat_tables([read_group(file, group, _READ) for group in slab])
-                    yield _scalars(self._current(part, table, tag_of(file.metadata)), code)
+                    yield _scalars(self._current(part, table), code)
         except DamageError as error:
             self._note(error)
         else:

@@ -12,7 +12,7 @@ from rollstream.store.journal import ScanReport, scan
 from rollstream.store.manifest import DATASET_IDENTITY, Manifest, require_manifest
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
-from rollstream.store.scores import Rewards, tag_of
+from rollstream.store.scores import Rewards
 from rollstream.store.summary import read_failures
 
 
@@ -97,7 +97,7 @@ def _in_parquet(
         if index is None:
             first = file.read_row_group(0, columns=KEY_COLUMNS, use_threads=False)
             index, repeat = first["index"][0].as_py(), first["repeat"][0].as_py()
-        rows = rewards.current(rollout_rows(file, index, repeat), tag_of(file.metadata))
+        rows = rewards.current(rollout_rows(file, index, repeat))
         return rows.to_pylist()  # type: ignore[no-any-return]
 
 

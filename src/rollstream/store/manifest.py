@@ -54,6 +54,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     logprobs: LogprobKind | None = None
     """The kind of log-probs, which a started engine says. None: there are none, or none yet."""
+    scores: str | None = None
+    """Scores whose rewards are the run's own for the rollouts in them; see `rollstream.store.scores`."""
     pad_token_id: int | None = None
     """The id that fills batches up. None: there is no tokenizer, or the version before wrote the run."""
 
@@ -228,7 +230,7 @@ def only_reward_differs(
         return None
     return (
         f"only the reward differs: {score_command(run_dir, config)}\n"
-        "scores what is finished by it, without generating (add --activate to make its rewards count). To "
+        "scores what is finished by it, without generating. To "
         "generate what is not finished, put the reward back in place that the run began with."
     )
 

@@ -38,7 +38,7 @@ from rollstream.store.batch import (
     write_tables_durably,
 )
 from rollstream.store.paths import MERGE_FOLDER, RunPaths
-from rollstream.store.scores import Rewards, tag_of, tagged
+from rollstream.store.scores import Rewards, has_rewards, rewards_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ _MERGED_KEY = b"rollstream.batches"
 
 
 def source_digest(paths: RunPaths) -> str:
-    """Names the content of a run's batches, and which rewards count; equal digests: nothing new to upload."""
+    """Names the content of a run's batches and its own rewards; equal digests: nothing new to upload."""
     names = _batch_names(paths, paths.batch_numbers())
-    content = " ".join([*sorted(names.values()), *filter(None, [Rewards(paths.root).tag])])
+    content = " ".join([*sorted(names.values()), *filter(None, [Rewards(paths.root).content])])
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
@@ -91,12 +91,12 @@ def _merged_from(artifact: Path, run_id: str) -> set[str] | None:
 
 
 def is_current(paths: RunPaths, run_id: str) -> bool:
-    """Whether the artifact holds the rows of all batches that there are, with the rewards that count."""
+    """Whether the artifact holds the rows of all batches that there are, with the run's own rewards."""
     numbers = set(paths.batch_numbers())
     merged = _merged_from(paths.artifact, run_id)
     if merged is None or numbers != _in_artifact(paths, merged, numbers) | _links(paths, numbers):
         return False
-    return tag_of(read_footer(paths.artifact)) == Rewards(paths.root).tag
+    return has_rewards(read_footer(paths.artifact), Rewards(paths.root))
 
 
 def merged_batches(paths: RunPaths, run_id: str) -> list[int]:
@@ -148,7 +148,7 @@ def merge_batches(
     Args:
         paths: of the run; everything must be sealed.
         run_id: 16 bytes.
-        rewards: the rewards that count, where `paths` is a copy of a run.
+        rewards: the artifact's; None: the run's own.
         cancelled: asked between row groups.
         bucket_bytes: bytes sorted in memory at once.
 
@@ -170,24 +170,15 @@ def merge_batches(
                 ) from error
             logger.warning("%s; it is made again", error)
     batches = [paths.batch(number) for number in numbers]
-    rewards, copied = rewards or Rewards(paths.root), rewards is not None
+    rewards = rewards or Rewards(paths.root)
     spread = paths.root / MERGE_FOLDER
     shutil.rmtree(spread, ignore_errors=True)
     logger.info("merging %d batches into %s", len(batches), paths.artifact)
 
     def tables() -> Iterator[pa.Table]:
         for path in batches:
-            tag = tag_of(read_footer(path))  # none; of an artifact that stands for its batches there is one
             for table in until(read_tables(path), cancelled):
-                yield rewards.recorded(table.replace_schema_metadata(None), tag)
-
-    def with_rewards(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-        with ExitStack() as kept:
-            keep = kept.enter_context(rewards.keeping_recorded()) if rewards.tag and not copied else None
-            for table in tables:
-                if keep is not None:
-                    keep(table)
-                yield rewards.current(table)
+                yield rewards.current(table.replace_schema_metadata(None))
 
     try:
         ranks = _ranks(batches)
@@ -195,12 +186,12 @@ def merge_batches(
         _refuse_fewer(paths, run_id, count)
         kinds = {logprobs_of(read_footer(path)) for path in batches} - {None}
         kind = kinds.pop() if len(kinds) == 1 else None
-        metadata = tagged(batch_metadata(run_id, kind), rewards.tag)
+        metadata = batch_metadata(run_id, kind) | rewards_metadata(rewards)
         metadata[_MERGED_KEY.decode()] = " ".join(sorted(_batch_names(paths, numbers).values()))
         parts = _sorted_tables(
             tables, ranks, range(count), sum(map(_encoded_bytes, batches)), bucket_bytes, spread
         )
-        write_tables_durably(paths.artifact, until(with_rewards(parts), cancelled), metadata)
+        write_tables_durably(paths.artifact, until(parts, cancelled), metadata)
         forget_old_digests(paths.artifact)
         return count
     except OSError as error:

@@ -3,7 +3,7 @@
     shard 0 of 2 ─┐   checked: same run, all there, finished, sound, nothing twice
     shard 1 of 2 ─┴─> .OUTPUT.merge.tmp/ (batches, failures, artifact) ──rename──> OUTPUT/
 
-Scores of one name and reward are put together, and count if they do in each shard.
+Scores of one name and reward are put together. The result has the rewards that are each shard's own.
 
 The shards are locked and only read. Before the rename there is no OUTPUT; a merge that was killed leaves the
 temporary folder, which the next one clears away. The result has an identity without `generation.shard`: the
@@ -46,11 +46,9 @@ from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
 from rollstream.store.recovery import inspect, recover
 from rollstream.store.scores import (
-    RECORDED,
+    Rewards,
     ScoreFacts,
     ScorePaths,
-    activate,
-    active_name,
     copy_scores,
     read_facts,
     score_folder,
@@ -84,8 +82,6 @@ class _Shard:
     status: RunStatus
     scores: dict[str, ScoreFacts]
     """What it was scored anew by, by name."""
-    active: str | None
-    """Whose rewards count; None: the recorded ones."""
 
 
 def merge_shards(
@@ -169,9 +165,7 @@ def _check_shards(roots: Sequence[Path]) -> list[_Shard]:
                 "%s and %s were generated with different versions: %s and %s",
                 *(first, root, old.versions, new.versions),
             )
-    shards = [
-        _Shard(root, manifests[root], _finished(root), _scores(root), active_name(root)) for root in by_number
-    ]
+    shards = [_Shard(root, manifests[root], _finished(root), _scores(root)) for root in by_number]
     for shard in shards:
         if shard.status.artifact_rows:  # batches are gone: they are made anew of the artifact
             recover(RunPaths(shard.root), shard.manifest)
@@ -181,7 +175,6 @@ def _check_shards(roots: Sequence[Path]) -> list[_Shard]:
                 f"{shard.root} is not sound: {result.problems[0]} (rollstream validate {shard.root})"
             )
     _check_disjoint(shards)
-    _check_scores(shards)
     return shards
 
 
@@ -189,17 +182,6 @@ def _scores(root: Path) -> dict[str, ScoreFacts]:
     folder = score_folder(root)
     found = {path.stem: read_facts(ScorePaths(folder, path.stem).facts) for path in folder.glob("*.rsj")}
     return {name: facts for name, facts in found.items() if facts is not None}
-
-
-def _check_scores(shards: Sequence[_Shard]) -> None:
-    """Raises where one shard's rewards would be compared with another's that mean something else."""
-    active = {(one.active, one.scores[one.active].digest if one.active else "") for one in shards}
-    if len(active) > 1:
-        counts = ", ".join(f"{one.active or RECORDED!r} in {one.root}" for one in shards)
-        raise ConfigError(
-            f"other rewards count in one shard than in another ({counts}): score all with one reward and "
-            "activate it, or the recorded ones (rollstream score DIR --activate NAME)"
-        )
 
 
 def _by_number(names: Mapping[Path, Any]) -> list[Path]:
@@ -267,9 +249,9 @@ def _write(
     number = 0
     for shard in shards:
         logger.info("reading %s: %d trajectories", shard.root, shard.status.rows)
-        source = RunPaths(shard.root)
+        source, rewards = RunPaths(shard.root), Rewards(shard.root)
         for old in source.batch_numbers():
-            tables = until(read_tables(source.batch(old)), cancelled)
+            tables = until(map(rewards.current, read_tables(source.batch(old))), cancelled)
             write_tables_durably(paths.batch(number), tables, metadata)
             number += 1
     if any(shard.status.failed for shard in shards):
@@ -308,8 +290,6 @@ def _merge_scores(shards: Sequence[_Shard], folder: Path, manifest: Manifest) ->
             ScorePaths(score_folder(folder), name),
             msgspec.structs.replace(facts, run_id=manifest.run_id),
         )
-    if (active := shards[0].active) is not None:
-        activate(folder, active)
 
 
 def _merged_manifest(shard: Manifest, output: Path) -> Manifest:

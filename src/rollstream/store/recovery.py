@@ -27,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from rollstream.errors import DamageError
 from rollstream.store.batch import (
@@ -40,7 +39,6 @@ from rollstream.store.batch import (
     forget_digests,
     link_file,
     open_parquet,
-    read_footer,
     read_keys,
     read_tables,
     recorded_digests,
@@ -72,7 +70,7 @@ from rollstream.store.paths import (
     quarantine_name,
 )
 from rollstream.store.records import RecordCodec, RolloutRecord, scoring_failed
-from rollstream.store.scores import Rewards, tag_of
+from rollstream.store.scores import Rewards
 from rollstream.untrusted import read_regular
 
 _RAW_PER_COMPRESSED = 2
@@ -81,7 +79,7 @@ _RAW_PER_COMPRESSED = 2
 _KEY_READERS = 4
 """Threads that read batch footers when a run is opened; reading waits more than it computes."""
 
-_Current = Callable[[pa.Table, pq.FileMetaData], pa.Table]
+_Current = Callable[[pa.Table], pa.Table]
 
 
 @dataclass(slots=True)
@@ -141,8 +139,6 @@ class RunState:
     """Bytes of the torn tail that was cut."""
     damage: list[str] = field(default_factory=list)
     """One line per damaged or missing file, or damaged stretch of one."""
-    active: tuple[str, RewardTotals] | None = None
-    """The rewards that count, if those are not the recorded ones, and their tag (`Rewards.tag`)."""
     restored: list[str] = field(default_factory=list)
     """One line for each file that rollouts were taken from because their batches are gone or damaged."""
 
@@ -194,26 +190,25 @@ def lost_rollouts(promised: int, done: int) -> list[str]:
     return [line] * (done < promised)
 
 
-def inspect(root: Path) -> tuple[Manifest, RunState]:
+def inspect(root: Path, scores: str | None = None) -> tuple[Manifest, RunState]:
     """What a run directory holds, read without lock and without changing anything.
 
-    Also while another process writes: what it commits meanwhile may or may not be counted. The rewards are
-    those that count (see `rollstream.store.scores`); `recover` counts the recorded ones.
+    Also while another process writes: what it commits meanwhile may or may not be counted.
+
+    Args:
+        root: the run directory.
+        scores: whose rewards are counted; None: the run's own.
     """
     manifest = require_manifest(root)
     paths, promised = RunPaths(root), promised_rollouts(root)
-    state, rewards = RunState(KeyStates(manifest.n)), Rewards(root)
-
-    def current(table: pa.Table, footer: pq.FileMetaData) -> pa.Table:
-        return rewards.current(table, tag_of(footer))
-
+    state, current = RunState(KeyStates(manifest.n)), _current_rewards(root, scores)
     journals = paths.journal_numbers()  # before the batches: one sealed meanwhile is then seen as batch
     _read_batches(paths, manifest, state, current)
     for number in journals:
         if number in state.batches:
             continue
         try:
-            report, rows = _scan_rollouts(paths.journal(number), manifest, state, rewards)
+            report, rows = _scan_rollouts(paths.journal(number), manifest, state, current)
         except FileNotFoundError:  # sealed since we listed it
             state.add_batch(number, read_keys(paths.batch(number), manifest.run_id, current))
             continue
@@ -236,8 +231,12 @@ def inspect(root: Path) -> tuple[Manifest, RunState]:
         if not is_merged(paths, manifest.run_id, name)
     )
     state.damage += lost_rollouts(promised, state.keys.done)
-    state.active = (rewards.tag, state.rewards)
     return manifest, state
+
+
+def _current_rewards(root: Path, scores: str | None = None) -> _Current | None:
+    rewards = Rewards(root, scores)
+    return None if rewards.name is None else rewards.current
 
 
 def recover(paths: RunPaths, manifest: Manifest) -> RunState:
@@ -247,17 +246,17 @@ def recover(paths: RunPaths, manifest: Manifest) -> RunState:
     for leftover in leftovers(paths):
         leftover.unlink(missing_ok=True)
     shutil.rmtree(paths.root / MERGE_FOLDER, ignore_errors=True)
-    state = RunState(KeyStates(manifest.n))
+    state, current = RunState(KeyStates(manifest.n)), _current_rewards(paths.root)
     missing = missing_batches(paths)
     state.damage.extend(f"batches/{name} is missing" for name in missing)
     forget_digests(paths.batches, set(missing))  # before one of them is written anew
-    for number in _read_batches(paths, manifest, state):
+    for number in _read_batches(paths, manifest, state, current):
         if paths.journal(number).exists():  # a crash came before it was deleted: it holds all of them
             quarantine_file(paths, paths.batch(number))
         else:
             quarantine_batch(paths, manifest, paths.batch(number), state)
-    _recover_journals(paths, manifest, state)
-    _restore_from_artifact(paths, manifest, state)
+    _recover_journals(paths, manifest, state, current)
+    _restore_from_artifact(paths, manifest, state, current)
     for path in paths.failure_files():
         _recover_failures(path, paths, manifest, state)
     state.damage += lost_rollouts(promised_rollouts(paths.root), state.keys.done)
@@ -281,7 +280,6 @@ def quarantine_batch(
 def _copy_rollouts(paths: RunPaths, manifest: Manifest, source: Path, state: RunState | None) -> int:
     """Writes a batch of the whole rollouts of a file, but for those done already; returns its rows.
 
-    It has the rewards that were recorded, also where the file is an artifact that has others.
     Row groups that cannot be read are passed over, and rollouts that they cut into (R4). A file of another run
     holds none of this one's rollouts.
     """
@@ -289,10 +287,8 @@ def _copy_rollouts(paths: RunPaths, manifest: Manifest, source: Path, state: Run
         with open_parquet(source) as file:
             if not belongs_to(file, manifest.run_id):
                 return 0
-            tag = tag_of(file.metadata)
     except DamageError:
         return 0
-    rewards = Rewards(paths.root)
     tables = read_tables(source, skip_damaged=True)
     keys = np.concatenate([np.zeros(0, KEYS), *map(table_keys, tables)])
     wanted = whole_rollouts(keys)
@@ -305,7 +301,7 @@ def _copy_rollouts(paths: RunPaths, manifest: Manifest, source: Path, state: Run
     def kept() -> Iterator[pa.Table]:
         at = 0
         for table in read_tables(source, skip_damaged=True):
-            yield rewards.recorded(table.filter(to_arrow(wanted[at : at + len(table)])), tag)
+            yield table.filter(to_arrow(wanted[at : at + len(table)]))
             at += len(table)
 
     write_tables_durably(
@@ -317,7 +313,7 @@ def _copy_rollouts(paths: RunPaths, manifest: Manifest, source: Path, state: Run
 
 
 def _artifact_alone(
-    paths: RunPaths, manifest: Manifest, state: RunState, current: _Current | None = None
+    paths: RunPaths, manifest: Manifest, state: RunState, current: _Current | None
 ) -> BatchKeys:
     """Keys of the rollouts that stand in the artifact and nowhere else. Raises `DamageError`."""
     if not holds_other_batches(paths, manifest.run_id, state.batches):
@@ -326,11 +322,13 @@ def _artifact_alone(
     return keys[state.not_done(keys)]
 
 
-def _restore_from_artifact(paths: RunPaths, manifest: Manifest, state: RunState) -> None:
+def _restore_from_artifact(
+    paths: RunPaths, manifest: Manifest, state: RunState, current: _Current | None
+) -> None:
     """Makes a batch of the rollouts that only the artifact holds: by a hard link when those are all of its."""
     artifact = paths.artifact
     try:
-        alone = _artifact_alone(paths, manifest, state)
+        alone = _artifact_alone(paths, manifest, state, current)
         if not len(alone):
             return
         require_intact(artifact)
@@ -339,7 +337,7 @@ def _restore_from_artifact(paths: RunPaths, manifest: Manifest, state: RunState)
         quarantine_batch(paths, manifest, artifact, state)
         return
     number = paths.next_number()
-    all_of_it = len(alone) == file_rows(artifact) and not tag_of(read_footer(artifact))
+    all_of_it = len(alone) == file_rows(artifact)
     if all_of_it and artifact.name in recorded_digests(artifact) and link_file(artifact, paths.batch(number)):
         state.add_batch(number, alone)
     else:
@@ -348,7 +346,7 @@ def _restore_from_artifact(paths: RunPaths, manifest: Manifest, state: RunState)
 
 
 def _read_batches(
-    paths: RunPaths, manifest: Manifest, state: RunState, current: _Current | None = None
+    paths: RunPaths, manifest: Manifest, state: RunState, current: _Current | None
 ) -> list[int]:
     """Counts the good batches; returns the numbers of the others, which `state.damage` names.
 
@@ -378,7 +376,7 @@ def _read_batches(
 
 
 def _scan_rollouts(
-    path: Path, manifest: Manifest, state: RunState, rewards: Rewards | None = None
+    path: Path, manifest: Manifest, state: RunState, current: _Current | None
 ) -> tuple[ScanReport, int]:
     """Counts the rollouts of a journal file; returns also its rows."""
     report, codec, rows = ScanReport(), RecordCodec(), 0
@@ -387,19 +385,19 @@ def _scan_rollouts(
         if state.keys.mark_done(frame.index, frame.repeat):
             record = codec.decode_rollout(frame.body)
             final = record.trajectories[-1]
-            if rewards is not None and rewards.tag:
+            if current is not None:
                 others.append(record)
             else:
                 state.rewards.add(final.reward, scoring_failed(orjson.loads(final.reward_extra)))
             state.journal_bytes += _RAW_PER_COMPRESSED * len(frame.body)
         rows += frame.rows
-    if rewards is not None and others:
-        state.add_rewards(table_keys(rewards.current(build_table(others))))
+    if current is not None and others:
+        state.add_rewards(table_keys(current(build_table(others))))
     state.rows += rows
     return report, rows
 
 
-def _recover_journals(paths: RunPaths, manifest: Manifest, state: RunState) -> None:
+def _recover_journals(paths: RunPaths, manifest: Manifest, state: RunState, current: _Current | None) -> None:
     numbers = paths.journal_numbers()
     sealed = set(state.batches)
     for number in numbers:
@@ -410,7 +408,7 @@ def _recover_journals(paths: RunPaths, manifest: Manifest, state: RunState) -> N
             deque(scan(path, manifest.run_id_bytes, report), maxlen=0)
         else:
             state.journal_bytes = 0
-            report, rows = _scan_rollouts(path, manifest, state)
+            report, rows = _scan_rollouts(path, manifest, state, current)
         if report.torn and (number in sealed or not newest):
             report.damage.append(Damage(path, report.end, report.torn, "unfinished frame in a closed file"))
         if report.damage:

@@ -1,18 +1,16 @@
-"""Scores: rewards that were computed anew, beside those that a run recorded.
+"""Scores: rewards that a reward pass computed, beside those that rollouts were recorded with.
 
     scores/NAME.json      what computed them (`ScoreFacts`)
     scores/NAME.rsj       one frame a rollout, in the journal's format: the truth, also when all is scored
     scores/NAME.parquet   key, finished_at, reward and reward_extra of each trajectory, sorted by key; made of the
                           journal
-    scores/active         the NAME whose rewards count; not there: those that the run recorded
-    scores/recorded.parquet   the recorded rewards, where the artifact has others
 
 A score belongs to the rollout that it was computed of: that of its key which was finished at its time. A rollout
 that is generated again, since a damaged file lost it, is not scored until it is scored itself.
 
-Batches and journals keep what was recorded. The artifact has the rewards that counted when it was merged, and
-says so in its metadata; when others count now it is not current. Whatever reads a run sees the rewards that
-`Rewards.current` gives, and nothing else decides that.
+A run's own rewards are those that its rollouts were recorded with. Where its reward was changed in the middle
+(`generation.rescore`), `run.json` names the scores of what was finished by then. The artifact has the run's own
+rewards; batches and journals keep what was recorded.
 """
 
 import os
@@ -29,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollstream.errors import DamageError, RunDirectoryError
@@ -50,17 +49,14 @@ from rollstream.store.journal import (
     encode_frame,
     read_frame,
     scan,
-    sync_folder,
     write_file_durably,
 )
+from rollstream.store.manifest import read_manifest
 from rollstream.trajectory import RolloutKey
 from rollstream.untrusted import open_regular, read_regular
 
-RECORDED = "recorded"
-"""The name of the rewards that the run itself recorded."""
-
-_TAG = b"rollstream.scores"
-"""Metadata key of an artifact: which scores its rewards are."""
+_CONTENT = b"rollstream.scores"
+"""Metadata key of an artifact: the scores that its rewards are of (`Rewards.content`)."""
 
 SCORED_COLUMNS = [*KEY_COLUMNS, "finished_at"]
 """What rows need besides their rewards for others to be found."""
@@ -117,11 +113,11 @@ def score_folder(root: Path) -> Path:
 
 def is_score_name(name: str) -> bool:
     """Whether scores can have this name."""
-    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name) is not None and name != RECORDED
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name) is not None
 
 
 def score_names(root: Path) -> list[str]:
-    """The scores of a run that are complete, but for the recorded ones."""
+    """The scores of a run that are complete."""
     found = score_folder(root).glob("*.parquet")
     return sorted(path.stem for path in found if is_score_name(path.stem))
 
@@ -143,107 +139,65 @@ def write_facts(path: Path, facts: ScoreFacts) -> None:
     write_file_durably(path, orjson.dumps(msgspec.to_builtins(facts), option=orjson.OPT_INDENT_2))
 
 
-def active_name(root: Path) -> str | None:
-    """Whose rewards count in a run; None: those that it recorded. Raises `RunDirectoryError`."""
-    path = score_folder(root) / "active"
-    try:
-        name = read_regular(path).decode("utf-8", "replace").strip()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RunDirectoryError(f"cannot read {path}: {error.strerror}") from error
-    if not is_score_name(name) or not ScorePaths(path.parent, name).table.exists():
-        raise RunDirectoryError(
-            f"{path} names scores {name[:100]!r} that are not there; to have the recorded rewards again: "
-            f"rollstream score {root} --activate {RECORDED}"
-        )
-    return name
-
-
-def activate(root: Path, name: str) -> None:
-    """Makes the rewards of a name those that count. Raises `RunDirectoryError`: there are none of that name."""
-    folder = score_folder(root)
-    if name == RECORDED:
-        if (folder / "active").exists():
-            (folder / "active").unlink()
-            sync_folder(folder)
-    elif name in (names := score_names(root)):
-        write_file_durably(folder / "active", name.encode())
-    else:
-        known = ", ".join([RECORDED, *names])
-        raise RunDirectoryError(f"{root} has no complete scores {name!r}; there are: {known}")
-
-
 class Rewards:
-    """Which rewards count in a run, as it was when this was made."""
+    """The rewards that a reader sees: a run's own, or those of a name.
 
-    def __init__(self, root: Path) -> None:
-        """Raises `RunDirectoryError`."""
-        self._folder = score_folder(root)
-        self.name = active_name(root)
-        self.tag = "" if self.name is None else _tag(ScorePaths(self._folder, self.name).table)
-        """Names the rewards by content; empty: the recorded ones."""
+    Args:
+        root: the run directory.
+        name: of scores; their rewards alone count then, and what they do not have is unscored.
 
-    def current(self, table: pa.Table, tag: str = "") -> pa.Table:
-        """Rows with the rewards that count; null where those scores do not have the row.
+    Raises:
+        RunDirectoryError: there are no such scores.
+    """
+
+    def __init__(self, root: Path, name: str | None = None) -> None:
+        manifest = read_manifest(root)
+        own = None if manifest is None else manifest.scores
+        self.name = name or own
+        self._keeps_recorded = name is None
+        self._path = ScorePaths(score_folder(root), self.name or "").table
+        if self.name is not None and not self._path.exists():
+            known = ", ".join(score_names(root)) or "none"
+            raise RunDirectoryError(f"{root} has no complete scores {self.name!r}; there are: {known}")
+
+    @property
+    def content(self) -> str:
+        """Names the scores and what is in them; empty where the recorded rewards are seen."""
+        if self.name is None:
+            return ""
+        digests = recorded_digests(self._path).get(self._path.name, set())
+        return f"{self.name}:{'+'.join(sorted(one[:16] for one in digests))}"
+
+    def current(self, table: pa.Table) -> pa.Table:
+        """Rows with these rewards.
 
         Args:
             table: with `SCORED_COLUMNS`; `reward` and `reward_extra` are replaced where it has them.
-            tag: which rewards it has, see `tag_of`.
         """
-        if tag == self.tag:
+        if self.name is None:
             return table
-        return self._active.apply(table) if self.tag else self.recorded(table, tag)
-
-    def recorded(self, table: pa.Table, tag: str) -> pa.Table:
-        """Rows with the rewards that the run recorded."""
-        return self._recorded.apply(table) if tag else table
+        return self._scores.apply(table, keeps_recorded=self._keeps_recorded)
 
     @cached_property
-    def _active(self) -> "_Scores":
-        assert self.name is not None
-        return self._read(self.name)
-
-    @cached_property
-    def _recorded(self) -> "_Scores":
-        return self._read(RECORDED)
-
-    def _read(self, name: str) -> "_Scores":
+    def _scores(self) -> "_Scores":
         """Raises `RunDirectoryError`: it is no batch whose rollouts were to be generated again."""
-        path = ScorePaths(self._folder, name).table
         try:
-            return _Scores(path)
+            return _Scores(self._path)
         except DamageError as error:
-            hint = (
-                "the rewards that the run recorded are nowhere else once its batches are gone"
-                if name == RECORDED
-                else f"`rollstream score {self._folder.parent} --activate {RECORDED}` does without it; "
-                "after that, scoring again under its name makes it anew from its journal"
-            )
-            raise RunDirectoryError(f"{path}: {error}; {hint}") from error
-
-    @contextmanager
-    def keeping_recorded(self) -> Iterator[Callable[[pa.Table], None]]:
-        """Takes the rows of an artifact, sorted, as they were recorded; at the end they are kept durably."""
-        self._folder.mkdir(exist_ok=True)
-        with _writing(ScorePaths(self._folder, RECORDED).table) as write:
-            yield lambda table: write(table.select(_COLUMNS))
+            raise RunDirectoryError(
+                f"{self._path}: {error}; scoring again under its name makes it anew"
+            ) from error
 
 
-def tag_of(footer: pq.FileMetaData) -> str:
-    """Which rewards a batch or artifact has, by its footer."""
-    found: bytes = (footer.metadata or {}).get(_TAG, b"")
-    return found.decode()
+def has_rewards(footer: pq.FileMetaData, rewards: Rewards) -> bool:
+    """Whether an artifact was merged with these rewards."""
+    found: bytes = (footer.metadata or {}).get(_CONTENT, b"")
+    return found.decode() == rewards.content
 
 
-def tagged(metadata: dict[str, str], tag: str) -> dict[str, str]:
-    """Metadata of an artifact with these rewards."""
-    return {**metadata, _TAG.decode(): tag} if tag else metadata
-
-
-def _tag(path: Path) -> str:
-    digests = recorded_digests(path).get(path.name, set())
-    return f"{path.stem}:{'+'.join(sorted(one[:16] for one in digests))}"
+def rewards_metadata(rewards: Rewards) -> dict[str, str]:
+    """What the metadata of an artifact says of its rewards."""
+    return {_CONTENT.decode(): rewards.content} if rewards.content else {}
 
 
 class _Scores:
@@ -267,38 +221,45 @@ class _Scores:
         texts = chunks[0].dictionary if chunks else to_arrow_texts([])
         self._texts = pa.concat_arrays([texts, to_arrow_texts(["{}"])])
 
-    def apply(self, table: pa.Table) -> pa.Table:
-        """Rows with these rewards; null where there are none."""
+    def apply(self, table: pa.Table, *, keeps_recorded: bool) -> pa.Table:
+        """Rows with these rewards; where there are none, as they are or null."""
         keys, trajectory = _packed(table), column_values(table["trajectory"])
         found = np.zeros(len(table), bool)
-        at = np.zeros(len(table), np.int64)
+        places = np.zeros(len(table), np.int64)
         if len(self._keys):
             # The trajectories of a rollout stand together, from the first one on.
             at = np.minimum(np.searchsorted(self._keys, keys) + trajectory, len(self._keys) - 1)
             found = (self._keys[at] == keys) & (self._trajectory[at] == trajectory)
             found &= self._finished[at] == _finished(table)
-        places = np.where(found, at, 0)
+            places[found] = at[found]
         if "reward" in table.column_names:
-            if len(self._keys):
-                column = to_arrow(self._reward[places], found & self._valid[places])
-            else:
-                column = pa.nulls(len(table), pa.float64())
-            table = _replaced(table, "reward", column)
+            known = found.copy()
+            rewards = np.zeros(len(table))
+            known[found] = self._valid[places[found]]
+            rewards[known] = self._reward[places[known]]
+            column = to_arrow(rewards, known)
+            table = _replaced(table, "reward", found, column, keeps_recorded)
         if "reward_extra" in table.column_names:
             none = len(self._texts) - 1
-            codes = (
-                np.where(found, self._codes[places], none) if len(self._keys) else np.full(len(table), none)
-            )
-            table = _replaced(table, "reward_extra", self._texts.take(to_arrow(codes.astype(np.int64))))
+            codes = np.full(len(table), none, np.int64)
+            codes[found] = self._codes[places[found]]
+            table = _replaced(table, "reward_extra", found, self._texts.take(to_arrow(codes)), keeps_recorded)
         return table
 
 
-def _replaced(table: pa.Table, name: str, column: pa.Array) -> pa.Table:
+def _replaced(
+    table: pa.Table, name: str, found: npt.NDArray[np.bool_], column: pa.Array, keeps_recorded: bool
+) -> pa.Table:
     at = table.column_names.index(name)
     field = table.schema.field(at)
-    return table.set_column(
-        at, field, column.dictionary_encode() if pa.types.is_dictionary(field.type) else column
-    )
+    if keeps_recorded:
+        recorded = table[name].combine_chunks()
+        if isinstance(recorded, pa.DictionaryArray):
+            recorded = recorded.dictionary_decode()
+        column = pc.if_else(to_arrow(found), column, recorded)
+    if pa.types.is_dictionary(field.type):
+        column = column.dictionary_encode()
+    return table.set_column(at, field, column)
 
 
 def _packed(table: pa.Table) -> npt.NDArray[np.int64]:

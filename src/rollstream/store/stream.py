@@ -14,14 +14,14 @@ from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.merge import holds_other_batches
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec, RolloutRecord
-from rollstream.store.scores import Rewards, tag_of
+from rollstream.store.scores import Rewards
 
 _FRAMES: Final = 256
 """Rollouts of a journal that are read together."""
 
 
 def run_tables(
-    root: Path, columns: Sequence[str], note: Callable[[str], object], *, recorded: bool = False
+    root: Path, columns: Sequence[str], note: Callable[[str], object], *, scores: str | None = None
 ) -> Iterator[pa.Table]:
     """Some columns of all rows of a run, each rollout whole in one table, finished or being written.
 
@@ -31,10 +31,9 @@ def run_tables(
         root: the run directory.
         columns: the names, `SCORED_COLUMNS` among them if rewards are.
         note: is told of files that are damaged, and passed over.
-        recorded: with the rewards that the run recorded, instead of those that count.
+        scores: whose rewards; None: the run's own.
     """
-    manifest, paths, rewards = require_manifest(root), RunPaths(root), Rewards(root)
-    give = rewards.recorded if recorded else rewards.current
+    manifest, paths, rewards = require_manifest(root), RunPaths(root), Rewards(root, scores)
     journals = paths.journal_numbers()  # before the batches: one sealed meanwhile is then seen as batch
     numbers = paths.batch_numbers()
     waiting = [paths.batch(number) for number in numbers]
@@ -46,15 +45,14 @@ def run_tables(
         try:
             if path.suffix == ".rsj":
                 for records in _journal_records(path, manifest, note):
-                    yield give(build_table(records).select(columns), "")
+                    yield rewards.current(build_table(records).select(columns))
                 continue
             with open_parquet(path) as file, reading(path):
                 if not belongs_to(file, manifest.run_id):
                     raise DamageError(f"{path.name} belongs to another run")
-                tag = tag_of(file.metadata)
                 groups = (read_group(file, group, columns) for group in range(file.num_row_groups))
                 for table in _whole_rollouts(groups):
-                    yield give(table.replace_schema_metadata(None), tag)
+                    yield rewards.current(table.replace_schema_metadata(None))
         except FileNotFoundError:  # a journal that was sealed since
             if path.suffix == ".rsj":
                 waiting.insert(0, paths.batch(int(path.stem)))

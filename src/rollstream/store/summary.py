@@ -25,7 +25,7 @@ from rollstream.store.merge import is_current
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import FailureRecord, RecordCodec, scoring_failed
 from rollstream.store.recovery import RunState, inspect, read_checkpoint
-from rollstream.store.scores import RECORDED, SCORED_COLUMNS, Rewards, active_name, score_names
+from rollstream.store.scores import SCORED_COLUMNS, score_names
 from rollstream.store.stream import run_tables
 from rollstream.trajectory import failure_cause
 
@@ -72,10 +72,10 @@ class RunStatus:
     """Why rollouts failed, the most frequent cause first."""
     unscored_causes: list["FailureCause"]
     """Why rollouts that completed have no reward, likewise."""
-    scores: str
-    """Whose rewards count: `recorded` by the run, or a name of `rollstream score`."""
+    scores: str | None
+    """Whose rewards these are; None: the run's own."""
     all_scores: list[str]
-    """The names there are."""
+    """The names there are (`rollstream score`)."""
 
     @property
     def finished(self) -> bool:
@@ -83,10 +83,13 @@ class RunStatus:
         return self.owed == 0 and self.pending_rows == 0
 
 
-def read_status(root: Path) -> RunStatus:
-    """The status of a run directory, also while it is written. Raises `RunDirectoryError`."""
-    manifest, state = inspect(root)
-    paths, tag = RunPaths(root), state.active[0] if state.active else ""
+def read_status(root: Path, scores: str | None = None) -> RunStatus:
+    """The status of a run directory, also while it is written; with the rewards of some scores, or the run's own.
+
+    Raises `RunDirectoryError`.
+    """
+    manifest, state = inspect(root, scores)
+    paths = RunPaths(root)
     total = read_total(root)
     if total is not None:  # rows that come while it runs may be newer than checkpoint.json
         total = max(total, state.keys.done + state.keys.failed)
@@ -112,9 +115,9 @@ def read_status(root: Path) -> RunStatus:
         failure_causes=_causes(
             (1, one.error, one.index, one.repeat) for one in _still_failed(paths, manifest, state)
         ),
-        unscored_causes=_causes(_unscored(root) if state.keys.done > state.rewards.scored else ()),
-        scores=tag.rpartition(":")[0] or RECORDED,
-        all_scores=[RECORDED, *score_names(root)],
+        unscored_causes=_causes(_unscored(root, scores) if state.keys.done > state.rewards.scored else ()),
+        scores=scores,
+        all_scores=score_names(root),
     )
 
 
@@ -147,15 +150,14 @@ def _still_failed(paths: RunPaths, manifest: Manifest, state: RunState) -> Itera
                 yield codec.decode_failure(frame.body)
 
 
-def read_unscored(root: Path) -> Iterator[dict[str, Any]]:
+def read_unscored(root: Path, scores: str | None = None) -> Iterator[dict[str, Any]]:
     """The rollouts that completed and have no reward: `index`, `repeat`, `data_source` and `cause`.
 
     Raises `RunDirectoryError`.
     """
-    name = active_name(root)
-    for table in _unscored_tables(root):
+    for table in _unscored_tables(root, scores):
         for row in table.to_pylist():
-            cause = _unscored_cause(row["reward_extra"], row["data_source"], name)
+            cause = _unscored_cause(row["reward_extra"], row["data_source"], scores)
             yield {name: row[name] for name in ("index", "repeat", "data_source")} | {"cause": cause}
 
 
@@ -168,11 +170,11 @@ def first_reward_failure(root: Path) -> tuple[int, int] | None:
     return None
 
 
-def _unscored_tables(root: Path) -> Iterator[pa.Table]:
+def _unscored_tables(root: Path, scores: str | None = None) -> Iterator[pa.Table]:
     """The final trajectories without a reward, each once."""
     columns = [*SCORED_COLUMNS, "is_snapshot", "reward", "reward_extra", "data_source"]
     keys = KeyStates(require_manifest(root).n)
-    for table in run_tables(root, columns, lambda damage: None):
+    for table in run_tables(root, columns, lambda damage: None, scores=scores):
         found = table.filter(pc.and_(pc.is_null(table["reward"]), pc.invert(table["is_snapshot"])))
         index, repeat = (column_values(found[name]) for name in ("index", "repeat"))
         yield found.filter(to_arrow(~keys.are_done(index, repeat)))
@@ -187,10 +189,9 @@ def _unscored_cause(extra: str, source: str, name: str | None) -> str:
     return missing if name is None else f"not scored by {name!r} yet, or {missing}"
 
 
-def _unscored(root: Path) -> Iterator["_Cause"]:
+def _unscored(root: Path, scores: str | None) -> Iterator["_Cause"]:
     """Why rollouts have no reward: those of which all is said in the same words together."""
-    name = active_name(root)
-    for table in _unscored_tables(root):
+    for table in _unscored_tables(root, scores):
         # Not `Table.group_by`, which imports pandas: half a second.
         columns = (table[one].to_pylist() for one in ("reward_extra", "data_source", "index", "repeat"))
         counts, first = Counter[tuple[str, str]](), dict[tuple[str, str], tuple[int, int]]()
@@ -198,7 +199,7 @@ def _unscored(root: Path) -> Iterator["_Cause"]:
             counts[extra, source] += 1
             first.setdefault((extra, source), (index, repeat))
         for (extra, source), count in counts.items():
-            yield count, _unscored_cause(extra, source, name), *first[extra, source]
+            yield count, _unscored_cause(extra, source, scores), *first[extra, source]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,14 +232,9 @@ def _causes(failures: Iterable[_Cause]) -> list[FailureCause]:
 
 
 def write_checkpoint(paths: RunPaths, manifest: Manifest, state: RunState, *, total: int) -> None:
-    """Writes `checkpoint.json`. The rewards in it are those that count, as everywhere."""
+    """Writes `checkpoint.json`."""
     ranges = state.keys.done_ranges()
     rewards = state.rewards
-    if tag := Rewards(paths.root).tag:
-        # What is finished from now on has none of these scores: they are counted once.
-        if state.active is None or state.active[0] != tag:
-            state.active = (tag, inspect(paths.root)[1].rewards)
-        rewards = state.active[1]
     content: dict[str, Any] = {
         "run_id": manifest.run_id,
         "updated": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -98,10 +98,13 @@ class ViewServer:
         places: run directories, folders of them, Parquet files, folders or URLs of buffers.
         access: who may send requests. The page's own files need no token: they hold nothing.
         solved_at: a reward from here on counts as solved.
+        scores: whose rewards are shown of runs that have them; None: each run's own.
     """
 
-    def __init__(self, places: Sequence[str], access: Access, solved_at: float = SOLVED_AT) -> None:
-        self._sources = Sources(places, solved_at)
+    def __init__(
+        self, places: Sequence[str], access: Access, solved_at: float = SOLVED_AT, scores: str | None = None
+    ) -> None:
+        self._sources = Sources(places, solved_at, scores)
         self._solved_at = solved_at
         self._threads = asyncio.Semaphore(_THREADS)
         self._static = _static_files()

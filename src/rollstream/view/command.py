@@ -57,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="a reward from here on counts as solved (default: %(default)s)",
     )
+    parser.add_argument(
+        "--scores", metavar="NAME", help="rewards of `rollstream score`, of runs that have them"
+    )
     parser.add_argument("--json", action="store_true", help='print {"url", "pid"} when ready')
 
 
@@ -91,7 +94,7 @@ async def _serve(options: argparse.Namespace) -> None:
     access = Access(token=token, allowed_hosts=frozenset(options.allow_host))
     ports = [DEFAULT_PORT, 0] if options.port is None else [options.port]
     for port in ports:
-        server = ViewServer(options.places, access, options.solved_at)
+        server = ViewServer(options.places, access, options.solved_at, options.scores)
         try:
             url = await server.start(options.host, port)
             break

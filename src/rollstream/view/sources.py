@@ -24,7 +24,7 @@ from rollstream.store.columns import Part, RunColumns
 from rollstream.store.lock import is_locked
 from rollstream.store.manifest import Manifest, read_manifest, shard_group
 from rollstream.store.recovery import read_checkpoint
-from rollstream.store.scores import Rewards
+from rollstream.store.scores import Rewards, score_names
 from rollstream.untrusted import open_regular, read_regular
 from rollstream.view.overview import Groups, group_figures, mean_interval
 
@@ -179,7 +179,7 @@ class RunSource(Source):
     def columns(self) -> RunColumns:
         """The run's scalars as they are now, half a second ago at most."""
         with self._lock:
-            parts = [Part(part.root, _manifest(part)) for part in self._parts]
+            parts = [Part(part.root, _manifest(part), part.scores) for part in self._parts]
             content = [(_run_id(part), _rewards(part)) for part in parts]
             if content != self._content:  # another run was begun there, or other rewards count
                 self._parts, self._seen, self._columns, self._content = parts, None, None, content
@@ -233,7 +233,7 @@ class RunSource(Source):
             "state": "damaged" if columns.damage and state != "running" else state,
             "rows": columns.rows,
             "error": "; ".join(columns.damage[:3]) or None,
-            "scores": next((tag.rpartition(":")[0] for _, tag in self._content if tag), None),
+            "scores": next((content.rpartition(":")[0] for _, content in self._content if content), None),
             "cursor": f"{columns.rows}-{failed}-{total}-{state}-{'-'.join(map(''.join, self._content))}",
         }
 
@@ -277,11 +277,13 @@ class Sources:
         ConfigError: there is nothing at one of the places.
     """
 
-    def __init__(self, places: Sequence[str], solved_at: float = SOLVED_AT) -> None:
+    def __init__(
+        self, places: Sequence[str], solved_at: float = SOLVED_AT, scores: str | None = None
+    ) -> None:
         for place in places:
             if not _is_url(place) and not Path(place).exists():
                 raise ConfigError(f"{place}: there is no such file or folder")
-        self._places, self._solved_at = places, solved_at
+        self._places, self._solved_at, self._scores = places, solved_at, scores
         self._known: dict[str, Source] = {}
         self._lock = threading.Lock()
 
@@ -352,7 +354,8 @@ class Sources:
     def _at(self, path: Path, name: str, shards: dict[bytes, list[Part]]) -> Iterator[Source]:
         manifest = read_manifest(path)
         if manifest is not None:
-            part = Part(path, manifest)
+            scores = self._scores if self._scores in score_names(path) else None
+            part = Part(path, manifest, scores)
             if (group := shard_group(manifest)) is not None:
                 shards.setdefault(group, []).append(part)
             else:
@@ -368,8 +371,8 @@ def _run_id(part: Part) -> str:
 
 
 def _rewards(part: Part) -> str:
-    """Which rewards count in a part."""
-    return "" if part.manifest is None else Rewards(part.root).tag
+    """The scores whose rewards are shown of a part, by content."""
+    return "" if part.manifest is None else Rewards(part.root, part.scores).content
 
 
 def _manifest(part: Part) -> Manifest | None:

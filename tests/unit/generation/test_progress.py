@@ -47,7 +47,6 @@ def test_line_says_everything() -> None:
     assert line(waiting=True).endswith(" | WAITING FOR THE ENGINE")
     assert "[12m34s<-, 0.0/s]" in line(rates=(0.0, 0.0))
     assert line(mean_reward=None).endswith("mean reward -")
-    assert line(recorded=True).endswith("mean recorded reward 0.250")
     assert "| in flight 8 (cap 9) |" in line(cap=9)
     assert "replicas 3/4 | mean" in line(replicas=(3, 4))
     assert "rep" not in line(replicas=(1, 1))

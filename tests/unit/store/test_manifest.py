@@ -20,7 +20,7 @@ FILES = {
 """Paths and what is written there; None: an empty folder."""
 
 
-@pytest.mark.parametrize("command", ["score", "score --activate a", "score --list", "eval", "show", "status"])
+@pytest.mark.parametrize("command", ["score", "score --list", "eval", "show", "status"])
 def test_a_message_says_what_a_path_is_and_what_to_do(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,7 @@ def export_run(
     force: bool = False,
     options: ExportOptions = ExportOptions(),
     images: Callable[[], ImageInputs] | None = None,
+    scores: str | None = None,
 ) -> Export:
     """Writes a run's trajectories in a format of `FILE_NAMES`.
 
@@ -97,6 +98,7 @@ def export_run(
             only if it holds an earlier export and nothing else.
         options: how to write the formats that have some.
         images: what reads images, for a DataProto.
+        scores: whose rewards; None: the run's own. Those of a name go to an `output` only.
 
     Raises:
         ConfigError: `output` must not be written, or the format cannot hold these trajectories.
@@ -109,6 +111,10 @@ def export_run(
     own = root / FILE_NAMES[name]
     target = output or own
     in_run = target.resolve() == own.resolve()
+    if scores is not None and in_run:
+        raise ConfigError(
+            "exports in the run directory have the run's own rewards: name a file with --output"
+        )
     check_output(root, target, own, name, force=force)
     with ExitStack() as stack:
         lock = stack.enter_context(ExitStack())
@@ -136,8 +142,9 @@ def export_run(
         else:
             lock.close()  # what is done so far can be read while the run goes on
         artifact = paths.artifact
-        if not (finished and is_current(paths, manifest.run_id) and (is_ours or _is_intact(artifact))):
-            artifact = stack.enter_context(_merged_copy(paths, manifest, target, status))
+        is_usable = finished and scores is None and is_current(paths, manifest.run_id)
+        if not is_usable or not (is_ours or _is_intact(artifact)):
+            artifact = stack.enter_context(_merged_copy(paths, manifest, target, status, scores))
         rows = write_export(artifact, name, target, manifest, root=root, options=options, images=images)
         return Export(target, rows, status)
 
@@ -185,7 +192,9 @@ def check_output(root: Path, target: Path, own: Path, name: str, *, force: bool)
 
 
 @contextmanager
-def _merged_copy(paths: RunPaths, manifest: Manifest, target: Path, status: RunStatus) -> Iterator[Path]:
+def _merged_copy(
+    paths: RunPaths, manifest: Manifest, target: Path, status: RunStatus, scores: str | None
+) -> Iterator[Path]:
     """An artifact of what is done so far, in a temporary folder on the disk of `target`."""
     try:
         folder = tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.resolve().parent)
@@ -214,7 +223,7 @@ def _merged_copy(paths: RunPaths, manifest: Manifest, target: Path, status: RunS
                 copy.batch(paths.next_number()).symlink_to(paths.artifact.resolve())
         except OSError as error:
             raise StorageError(f"cannot write beside {target}: {error.strerror}") from error
-        merge_batches(copy, manifest.run_id_bytes, rewards=Rewards(paths.root))
+        merge_batches(copy, manifest.run_id_bytes, rewards=Rewards(paths.root, scores))
         yield copy.artifact
     finally:
         shutil.rmtree(folder, ignore_errors=True)
