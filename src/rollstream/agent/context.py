@@ -17,7 +17,7 @@ from typing import Any
 from rollstream.agent.base import AgentResources, SnapshotScoring
 from rollstream.agent.conversation import Conversation, Turn
 from rollstream.agent.tool_agent import State, ToolAgent
-from rollstream.agent.tools.result import ToolResult, truncate_text
+from rollstream.agent.tools.session import ToolResult, truncate_text
 from rollstream.chat.parsers.base import ToolCall
 from rollstream.chat.tool_schema import ArgumentCheck
 from rollstream.errors import ConfigError, DataError

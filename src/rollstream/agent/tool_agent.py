@@ -20,8 +20,7 @@ from rollstream.agent.base import AgentLoop
 from rollstream.agent.conversation import Conversation, Turn
 from rollstream.agent.images import SeenImage
 from rollstream.agent.interactions import InteractionSession
-from rollstream.agent.tools.result import ToolResult
-from rollstream.agent.tools.session import ToolSession
+from rollstream.agent.tools.session import ToolResult, ToolSession
 from rollstream.chat.parsers.base import ToolCall
 from rollstream.errors import DataError, TransientError
 from rollstream.trajectory import Message, SamplingParams, Trajectory

@@ -18,7 +18,7 @@ from rollstream.agent.interactions import Interactions, load_interactions
 from rollstream.agent.prompt import PromptRenderer
 from rollstream.agent.registry import AgentLoops, LoopEntry, load_agent_loops
 from rollstream.agent.single_turn import SingleTurnAgent
-from rollstream.agent.tools.result import ToolLimits
+from rollstream.agent.tools.session import ToolLimits
 from rollstream.agent.tools.toolbox import ToolBox, load_toolbox
 from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.processor import load_processor

@@ -15,7 +15,7 @@ pytest.importorskip("verifiers")
 pytest.importorskip("openvino_genai")
 
 from rollstream.agent.registry import AgentLoops, load_agent_loops
-from rollstream.agent.tools.result import ToolLimits
+from rollstream.agent.tools.session import ToolLimits
 from rollstream.agent.tools.toolbox import load_toolbox
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError
 from rollstream.integrations.verifiers import write_prompts

@@ -1,15 +1,12 @@
 """Tools that are functions: `@function_tool` in a file of the user's."""
 
 import contextvars
+import functools
 import inspect
-import json
-import re
-import types
-import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, overload
+from typing import Any, TypeVar, overload
 
 from rollstream.agent.tools.base import OpenAIFunctionToolSchema
 from rollstream.chat.tool_schema import ToolSchema, check_names_differ, check_tool_schema
@@ -122,114 +119,20 @@ def _make(declared: _Declared, path: str | Path) -> FunctionTool:
 
 
 def _infer_schema(function: Callable[..., Any], signature: inspect.Signature, where: str) -> ToolSchema:
-    """The schema that `transformers.utils.get_json_schema` makes, without importing transformers."""
+    """The schema that transformers makes of type hints and docstring; what is returned has no part in it."""
+    from transformers.utils import get_json_schema
+
     for parameter in signature.parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ConfigError(
-                f"{where}: the model cannot give {parameter}; name each parameter, or give the schema "
-                "with @function_tool(schema=...)"
-            )
-    hints = _read_hints(function, where)
-    described, arguments = _read_docstring(inspect.getdoc(function) or "")
-    write = (
-        "Write a Google docstring: what the tool does, and under `Args:` a line `name: description` for each "
-        "parameter"
-    )
-    if not described:
-        raise ConfigError(f"{where}: it has no docstring. {write}")
-    properties: dict[str, Any] = {}
-    for name in signature.parameters:
-        if name not in hints:
-            raise ConfigError(f"{where}: parameter {name} has no type; write {name}: str, or what it is")
-        try:
-            properties[name] = _type_schema(hints[name])
-        except ValueError as error:
-            raise ConfigError(
-                f"{where}: parameter {name}: {error}; use str, int, float, bool, list[...], dict, Literal "
-                "or a union of them, or give the schema with @function_tool(schema=...)"
-            ) from error
-        if name not in arguments:
-            raise ConfigError(f"{where}: its docstring has no description for the argument {name!r}. {write}")
-        description, choices = arguments[name], _CHOICES.search(arguments[name])
-        if choices is not None:
-            try:
-                properties[name]["enum"] = [choice.strip() for choice in json.loads(choices[1])]
-            except (ValueError, AttributeError) as error:
-                raise ConfigError(
-                    f'{where}: parameter {name}: its choices are no JSON list of texts; write (choices: ["a", "b"])'
-                ) from error
-            description = description[: choices.start()].strip()
-        properties[name]["description"] = description
-    required = [name for name, each in signature.parameters.items() if each.default is each.empty]
-    parameters = {"type": "object", "properties": properties} | ({"required": required} if required else {})
-    name = getattr(function, "__name__", type(function).__name__)
-    return {
-        "type": "function",
-        "function": {"name": name, "description": described, "parameters": parameters},
-    }
-
-
-_CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
-_SECTION = re.compile(r"\n\s*(Args|Returns|Raises):")
-_ARGUMENT = re.compile(r"(?:^|\n)\s*(\w+):\s*(.*?)\s*(?=\n\s*\w+:|\Z)", re.DOTALL)
-
-
-def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What a Google docstring says of the function, and of each argument."""
-    description, *sections = _SECTION.split("\n" + text)
-    arguments = dict(zip(sections[::2], sections[1::2], strict=True)).get("Args", "")
-    lines = "\n".join(line for line in arguments.splitlines() if line.strip())
-    found = {name: re.sub(r"\s*\n+\s*", " ", said.strip()) for name, said in _ARGUMENT.findall(lines)}
-    return description.strip(), found
-
-
-def _read_hints(function: Callable[..., Any], where: str) -> dict[str, Any]:
+            raise ConfigError(f"{where}: the model cannot give {parameter}; name each parameter")
+    shown = functools.update_wrapper(lambda: None, function)
+    hints = getattr(function, "__annotations__", {})
+    shown.__annotations__ = {name: hint for name, hint in hints.items() if name != "return"}
     try:
-        return typing.get_type_hints(function)
-    except Exception as error:  # a name in quotes that means nothing, a hint that cannot be evaluated
+        schema: ToolSchema = get_json_schema(shown)
+    except Exception as error:  # what a hint in quotes raises, too
         raise ConfigError(
-            f"{where}: its type hints cannot be read ({type(error).__name__}: {error})"
+            f"{where}: {error} It needs type hints, and a Google docstring that describes each argument, or "
+            "@function_tool(schema=...)"
         ) from error
-
-
-_TYPES: dict[Any, str] = {
-    int: "integer",
-    float: "number",
-    str: "string",
-    bool: "boolean",
-    dict: "object",
-    types.NoneType: "null",
-}
-
-
-def _type_schema(hint: Any) -> dict[str, Any]:
-    """The JSON schema of a type hint. Raises `ValueError` when it has none."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return {}
-    if origin is None and isinstance(hint, type) and hint in _TYPES:
-        return {"type": _TYPES[hint]}
-    if hint in (list, tuple):
-        raise ValueError(f"{hint.__name__} does not say of what")
-    if origin is Literal and all(type(value) in _TYPES for value in arguments):
-        kinds = list(dict.fromkeys(_TYPES[type(value)] for value in arguments))
-        return {"type": kinds[0] if len(kinds) == 1 else kinds, "enum": list(arguments)}
-    if origin in (Union, types.UnionType):
-        parts = [_type_schema(each) for each in arguments if each is not types.NoneType]
-        if len(parts) == 1:
-            union = parts[0]
-        elif all(isinstance(part.get("type"), str) for part in parts):
-            union = {"type": sorted(part["type"] for part in parts)}
-        else:
-            union = {"anyOf": parts}
-        return union | ({"nullable": True} if types.NoneType in arguments else {})
-    if origin is list:
-        return {"type": "array", "items": _type_schema(arguments[0])}
-    if origin is tuple and ... not in arguments:
-        return {"type": "array", "prefixItems": [_type_schema(each) for each in arguments]}
-    if origin is tuple:
-        raise ValueError(f"{hint} has no fixed length; use a list")
-    if origin is dict:
-        return {"type": "object", "additionalProperties": _type_schema(arguments[1])}
-    name = hint if origin else getattr(hint, "__name__", hint)
-    raise ValueError(f"{name} is nothing that JSON can express")
+    return schema

@@ -2,20 +2,20 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-import orjson
+import msgspec
 
 from rollstream.agent.tools.base import OpenAIFunctionToolSchema, Tool, ToolError, ToolResponse
-from rollstream.agent.tools.result import error_line
-from rollstream.chat.tool_schema import ToolSchema, check_keys
+from rollstream.agent.tools.session import error_line
+from rollstream.chat.tool_schema import ToolSchema
 from rollstream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,11 +34,9 @@ CLOSE_TIMEOUT = 10.0
 STDERR_CHARACTERS = 2000
 """Of what a command wrote to its standard error last; for messages."""
 
-_STDIO = ("stdio",)
 _HTTP = ("http", "streamable-http", "streamable_http", "streamableHttp")
 _IGNORED = ("alwaysAllow", "autoApprove", "description", "name")
 """What other programs write into `mcpServers` for themselves."""
-_KNOWN = ("command", "args", "env", "cwd", "url", "headers", "type", "transport", "disabled")
 
 logger = logging.getLogger(__name__)
 
@@ -53,101 +51,73 @@ def require_mcp(where: str) -> None:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class McpServerSettings:
+class McpServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One server: a command that speaks over its standard streams, or an URL that speaks streamable HTTP."""
 
-    name: str
-    """For messages."""
-    command: str | None = None
-    args: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    command: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    args: tuple[str | int | float, ...] = ()
+    env: dict[str, str | int | float] | None = None
     """Besides PATH, HOME and the like; nothing else of our environment is passed on. May be secret."""
     cwd: str | None = None
-    url: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    url: Annotated[str, msgspec.Meta(min_length=1)] | None = None
+    headers: dict[str, str] | None = None
     """May be secret."""
+    type: str | None = None
+    transport: str | None = None
+    disabled: bool = False
 
     @property
     def identity(self) -> list[Any]:
         """What of it decides what the tools do. Secrets and places are left out: they may change."""
-        return [self.command, list(self.args), self.url]
+        return [self.command, [str(each) for each in self.args], self.url]
 
 
-def read_mcp_server(name: str, settings: Any, where: str) -> McpServerSettings | None:
+def read_mcp_server(settings: Any, where: str) -> McpServerSettings | None:
     """Reads one server's settings, as a tool file or `mcpServers` has them; None when it is disabled.
 
     Args:
-        name: For messages; "" takes the command or the url.
         settings: `command`, `args`, `env`, `cwd`; or `url`, `headers`.
         where: What they are, for messages.
 
     Raises:
         ConfigError: An unknown key, a wrong type, or a transport that is not supported.
     """
-    if not isinstance(settings, Mapping):
-        raise ConfigError(f"{where}: {settings!r} is no mapping with command or url")
-    check_keys([key for key in settings if key not in _IGNORED], _KNOWN, where)
-    if settings.get("disabled"):
+    if isinstance(settings, dict):
+        settings = {key: value for key, value in settings.items() if key not in _IGNORED}
+    try:
+        server = msgspec.convert(settings, McpServerSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if server.disabled:
         return None
-    command, url = settings.get("command"), settings.get("url")
-    if (command is None) == (url is None):
+    if (server.command is None) == (server.url is None):
         raise ConfigError(f"{where}: needs either command (and args, env, cwd) or url (and headers)")
-    transport = settings.get("type") or settings.get("transport")
-    if transport is not None and transport not in (_STDIO if url is None else _HTTP):
+    transport = server.type or server.transport
+    if transport is not None and transport not in (("stdio",) if server.url is None else _HTTP):
         raise ConfigError(
-            f"{where}: transport {transport!r} is not supported; a command speaks stdio, an url http "
-            "(streamable HTTP)"
+            f"{where}: transport {transport!r} is not supported, only stdio and streamable HTTP"
         )
-    args = settings.get("args") or []
-    if not isinstance(args, list):
-        raise ConfigError(f"{where}: args is {args!r}, want a list")
-    return McpServerSettings(
-        name or str(command or url),
-        command=_text(command, f"{where}: command"),
-        args=tuple(str(argument) for argument in args),
-        env=_texts(settings.get("env"), f"{where}: env"),
-        cwd=_text(settings.get("cwd"), f"{where}: cwd"),
-        url=_text(url, f"{where}: url"),
-        headers=_texts(settings.get("headers"), f"{where}: headers"),
-    )
+    return server
 
 
-def load_mcp_servers(path: str | Path, where: str) -> list[McpServerSettings]:
+def load_mcp_servers(path: str | Path, where: str) -> dict[str, McpServerSettings]:
     """Reads the servers of a JSON file `{"mcpServers": {name: settings}}`, without those that are disabled.
 
     Raises:
         ConfigError: No such file, not JSON, no server, or settings that cannot be used.
     """
     file = Path(path).expanduser()
-    if not file.is_file():
-        raise ConfigError(f"{where}: no such file: {file} (looked in {file.absolute().parent})")
     try:
-        content = orjson.loads(file.read_bytes())
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{where}: {file} is not JSON ({error})") from error
-    servers = content.get("mcpServers") if isinstance(content, dict) else None
-    if not isinstance(servers, dict):
+        named = msgspec.json.decode(file.read_bytes(), type=dict[str, Any]).get("mcpServers")
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{where}: {file} cannot be read as JSON ({error})") from error
+    if not isinstance(named, dict):
         raise ConfigError(f"{where}: {file} needs mcpServers, a mapping of names to servers")
-    read = [read_mcp_server(name, settings, f"{where}: {file}, {name}") for name, settings in servers.items()]
-    enabled = [settings for settings in read if settings is not None]
+    read = {name: read_mcp_server(settings, f"{where}: {file}, {name}") for name, settings in named.items()}
+    enabled = {name: settings for name, settings in read.items() if settings is not None}
     if not enabled:
         raise ConfigError(f"{where}: {file} has no server that is not disabled")
     return enabled
-
-
-def _text(value: Any, where: str) -> str | None:
-    if value is not None and (not isinstance(value, str) or not value):
-        raise ConfigError(f"{where} is {value!r}, want text")
-    return value
-
-
-def _texts(value: Any, where: str) -> dict[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping) or any(isinstance(item, Mapping | list) for item in value.values()):
-        raise ConfigError(f"{where} must be a mapping of names to texts")
-    return {str(key): str(item) for key, item in value.items()}
 
 
 class McpConnection:
@@ -163,71 +133,54 @@ class McpConnection:
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._client.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._end = asyncio.Event()
-        self._broken = False
-        self._in_flight = 0
-        self._task = asyncio.create_task(self._own())
-
-    def when_ended(self, call: Callable[["McpConnection"], None]) -> None:
-        """Calls a function with it when nothing is left of it."""
-        self._task.add_done_callback(lambda _: call(self))
+        self.task = asyncio.create_task(self._own())
 
     @property
     def usable(self) -> bool:
         """Whether a call may be made; one being connected counts."""
-        return not self._broken and not self._task.done()
+        return not self._end.is_set() and not self.task.done()
 
     async def client(self) -> "Client":
         """The client, once it is connected. Raises what connecting raised."""
         return await asyncio.shield(self._client)
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> "CallToolResult":
-        """Calls a tool. Raises what `mcp` raises; the session is not usable then, if that was the reason."""
+        """Calls a tool. Raises what `mcp` raises; the session ends then, if that was the reason."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST
 
-        self._in_flight += 1
         try:
             client = await self.client()
             return await client.call_tool(tool, arguments)
         except MCPError as error:
             # Any other error is an answer, in a session that works. HTTP servers that do not know the session
             # (any more) say INVALID_REQUEST.
-            self._broken |= error.code in (CONNECTION_CLOSED, INVALID_REQUEST)
+            if error.code in (CONNECTION_CLOSED, INVALID_REQUEST):
+                self._end.set()
             raise
         except ValueError:  # an answer that mcp cannot read
             raise
         except Exception:
-            self._broken = True
+            self._end.set()
             raise
-        finally:
-            self._in_flight -= 1
-            self._end_if_unused()
-
-    def retire(self) -> None:
-        """Lets the session end when the last call that is under way has ended."""
-        self._broken = True
-        self._end_if_unused()
 
     async def close(self) -> None:
         """Ends the session, whatever is under way, and waits for it, with a bound. Twice is fine."""
-        self._broken = True
         self._end.set()
         if not self._client.done():
-            self._task.cancel()
-        done, _ = await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT)
+            self.task.cancel()
+        done, _ = await asyncio.wait({self.task}, timeout=CLOSE_TIMEOUT)
         if not done:
-            self._task.cancel()
-            await asyncio.wait({self._task}, timeout=CLOSE_TIMEOUT)
+            self.task.cancel()
+            await asyncio.wait({self.task}, timeout=CLOSE_TIMEOUT)
 
     def describe(self, error: BaseException) -> str:
         """An error in one line, with what the server last wrote to its standard error."""
         wrote = " | ".join(line for line in self._stderr if line.strip())[-STDERR_CHARACTERS:]
-        line = error_line(_innermost(error), STDERR_CHARACTERS)
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        line = error_line(error, STDERR_CHARACTERS)
         return f"{line}; its standard error ends: {wrote}" if wrote else line
-
-    def _end_if_unused(self) -> None:
-        if self._broken and not self._in_flight:
-            self._end.set()
 
     async def _own(self) -> None:
         error: BaseException = ConnectionError("the session was ended while it was being connected")
@@ -239,9 +192,8 @@ class McpConnection:
                 await self._end.wait()
         except Exception as raised:
             error = raised
-            logger.debug("MCP server %s: the session ended", self._settings.name, exc_info=True)
+            logger.debug("an MCP session ended", exc_info=True)
         finally:
-            self._broken = True
             if not self._client.done():
                 self._client.set_exception(error)
 
@@ -255,24 +207,17 @@ class McpConnection:
         if settings.url is not None:
             # Without a limit on reading: whoever calls a tool has one.
             timeout = httpx2.Timeout(CONNECT_TIMEOUT, read=None)
-            http = httpx2.AsyncClient(headers=dict(settings.headers), timeout=timeout)
+            http = httpx2.AsyncClient(headers=settings.headers or {}, timeout=timeout)
             transport = streamable_http_client(
                 settings.url, http_client=await stack.enter_async_context(http)
             )
         else:
             assert settings.command is not None
-            command = StdioServerParameters(
-                command=settings.command, args=list(settings.args), env=dict(settings.env), cwd=settings.cwd
-            )
-            errlog = stack.enter_context(self._read_stderr())
-            transport = self._watch(stdio_client(command, errlog=errlog))
+            env = {name: str(value) for name, value in (settings.env or {}).items()}
+            args = [str(argument) for argument in settings.args]
+            command = StdioServerParameters(command=settings.command, args=args, env=env, cwd=settings.cwd)
+            transport = stdio_client(command, errlog=stack.enter_context(self._read_stderr()))
         return await stack.enter_async_context(Client(transport, cache=None))
-
-    @contextlib.asynccontextmanager
-    async def _watch(self, transport: contextlib.AbstractAsyncContextManager[Any]) -> AsyncIterator[Any]:
-        """The transport of a command; when the command closes its output, the session is broken."""
-        async with transport as (incoming, outgoing):
-            yield _WatchedStream(incoming, self.retire), outgoing
 
     @contextlib.contextmanager
     def _read_stderr(self) -> Iterator[TextIO]:
@@ -298,40 +243,6 @@ class McpConnection:
             os.close(reading)
 
 
-class _WatchedStream:
-    """A stream of incoming messages that says when it ends."""
-
-    def __init__(self, stream: Any, ended: Callable[[], None]) -> None:
-        self._stream = stream
-        self._ended = ended
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    async def __aenter__(self) -> Self:
-        await self._stream.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: Any) -> Any:
-        return await self._stream.__aexit__(*error)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Any:
-        try:
-            return await self._stream.__anext__()
-        except BaseException:
-            self._ended()
-            raise
-
-
-def _innermost(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 class McpServer:
     """A server, and the session with it while there is one.
 
@@ -340,13 +251,14 @@ class McpServer:
     sent again.
     """
 
-    def __init__(self, settings: McpServerSettings, where: str) -> None:
-        """`where`: what the server is in the configuration, for messages."""
+    def __init__(self, settings: McpServerSettings, where: str, name: str | None = None) -> None:
+        """`where`: what the server is in the configuration; it and `name` are for messages."""
         self.settings = settings
         self.where = where
+        self.name = name or settings.command or settings.url
         self._connection: McpConnection | None = None
         self._connections: set[McpConnection] = set()
-        """Those that have not ended; a broken one ends with the last call that is under way."""
+        """Those that have not ended."""
         self._closed = False
 
     async def list_tools(self) -> list[ToolSchema]:
@@ -362,31 +274,40 @@ class McpServer:
                 listed = await _list(client)
         except Exception as error:
             raise ConfigError(
-                f"{self.where}: the MCP server {self.settings.name} cannot be used "
-                f"({connection.describe(error)})"
+                f"{self.where}: the MCP server {self.name} cannot be used ({connection.describe(error)})"
             ) from error
         finally:
             await connection.close()
-        return [_read_schema(tool) for tool in listed]
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                },
+            }
+            for tool in listed
+        ]
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> "CallToolResult":
         """Calls a tool. Raises `ToolError`: the server is not there, went away, or refused the call."""
         if self._closed:
-            raise ToolError(f"the MCP server {self.settings.name} is closed")
+            raise ToolError(f"the MCP server {self.name} is closed")
         connection = self._connection
         if connection is None or not connection.usable:
             if connection is not None:
-                connection.retire()
-                logger.warning("MCP server %s: connecting again", self.settings.name)
+                logger.warning("MCP server %s: connecting again", self.name)
             connection = self._connection = McpConnection(self.settings)
             self._connections.add(connection)
-            connection.when_ended(self._connections.discard)
+            connection.task.add_done_callback(functools.partial(self._ended, connection))
         try:
             return await connection.call(tool, arguments)
         except Exception as error:
-            raise ToolError(
-                f"the MCP server {self.settings.name} failed: {connection.describe(error)}"
-            ) from error
+            raise ToolError(f"the MCP server {self.name} failed: {connection.describe(error)}") from error
+
+    def _ended(self, connection: McpConnection, _task: object) -> None:
+        self._connections.discard(connection)
 
     async def close(self) -> None:
         """Ends the session, and the server if it is a command. Twice is fine."""
@@ -422,17 +343,6 @@ async def _list(client: "Client") -> "list[Listed]":
         if cursor is None:
             break
     return listed
-
-
-def _read_schema(tool: "Listed") -> ToolSchema:
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description or "",
-            "parameters": tool.input_schema,
-        },
-    }
 
 
 def _read_content(result: "CallToolResult") -> ToolResponse:

@@ -13,8 +13,13 @@ import orjson
 from rollstream.agent.tools.base import OpenAIFunctionToolSchema
 from rollstream.agent.tools.functions import FunctionTool, load_function_tools
 from rollstream.agent.tools.mcp import McpServer, McpTool, load_mcp_servers, read_mcp_server, require_mcp
-from rollstream.agent.tools.result import ToolLimits
-from rollstream.agent.tools.session import ClassTool, ToolSession, read_row_arguments, select_tools
+from rollstream.agent.tools.session import (
+    ClassTool,
+    ToolLimits,
+    ToolSession,
+    read_row_arguments,
+    select_tools,
+)
 from rollstream.chat.tool_schema import (
     ArgumentCheck,
     ToolSchema,
@@ -292,17 +297,14 @@ def _read_mcp(entry: Mapping[str, Any], config: dict[str, Any], where: str) -> M
     if (path is None) == (settings.get("server") is None):
         raise ConfigError(f"{where}: needs either config.server or mcp_servers_config_path")
     if path is not None:
-        servers = load_mcp_servers(path, f"{where}: mcp_servers_config_path")
+        named = load_mcp_servers(path, f"{where}: mcp_servers_config_path")
+        servers = [McpServer(server, where, name) for name, server in named.items()]
     else:
-        server = read_mcp_server("", settings["server"], f"{where}: config.server")
-        servers = [] if server is None else [server]
+        server = read_mcp_server(settings["server"], f"{where}: config.server")
+        servers = [] if server is None else [McpServer(server, where)]
     wanted = settings.get("tool_filter") or settings.get("tool_selected_list")
     if wanted is not None and not (
         isinstance(wanted, list) and all(isinstance(name, str) for name in wanted)
     ):
         raise ConfigError(f"{where}: tool_filter is {wanted!r}, want a list of tool names")
-    return McpEntry(
-        tuple(McpServer(server, where) for server in servers),
-        tuple(wanted) if wanted is not None else None,
-        where,
-    )
+    return McpEntry(tuple(servers), None if wanted is None else tuple(wanted), where)

@@ -11,8 +11,7 @@ from typing import Any
 
 from rollstream.agent.tools.base import OpenAIFunctionToolSchema, Tool
 from rollstream.agent.tools.functions import FunctionTool, load_function_tools
-from rollstream.agent.tools.result import ToolLimits
-from rollstream.agent.tools.session import ClassTool
+from rollstream.agent.tools.session import ClassTool, ToolLimits
 from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.chat.parsers.base import ToolCall
 
