@@ -151,15 +151,6 @@ async def test_a_row_that_was_rendered_as_it_is_before_is_rendered_anew_with_its
     assert given.prompts.render(row.messages, prompt_key=row.prompt_key, tools=SCHEMAS) == plain
 
 
-async def test_what_a_loop_changes_inside_a_message_is_rendered_anew() -> None:
-    prompts = resources(await started()).prompts
-    call = {"function": {"name": "f", "arguments": {"number": 1}}, "type": "function"}
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    before = prompts.render(messages, prompt_key="row")
-    call["function"]["arguments"]["number"] = 2  # type: ignore[index]
-    assert text(prompts.render(messages, prompt_key="row")) == text(before).replace("1", "2")
-
-
 async def test_answers_and_questions_can_be_deleted_too() -> None:
     rollout, engine = await play(
         call_text("it", secret=17),
@@ -245,19 +236,16 @@ async def test_notes() -> None:
     assert notes.execute("note", {"key": "a", "content": "1"}) == "Note 'a' is written."
     assert notes.execute("readNote", {"key": "a"}) == "1"
     assert notes.execute("updateNote", {"key": "a", "content": "2"}) == "Note 'a' is updated."
-    assert notes.execute("readNote", {"key": "a", "content": "ignored"}) == "2"
-    refused: list[tuple[str, dict[str, Any], str]] = [
-        ("note", {"key": "a", "content": "3"}, "there is a note 'a' already; updateNote replaces it"),
-        ("updateNote", {"key": "b", "content": "3"}, "no note 'b'; notes there are: 'a'"),
-        ("readNote", {"key": "b"}, "no note 'b'"),
-        ("note", {"key": "c", "content": "x" * 65_535}, "this would make 65538"),
-        ("updateNote", {"key": "a", "content": "x" * 65_536}, "this would make 65537"),
+    refused = [
+        ("note", "a", "3"),
+        ("updateNote", "b", "3"),
+        ("readNote", "b", ""),
+        ("note", "c", "x" * 65_535),
     ]
-    for name, arguments, said in refused:
-        with pytest.raises(Refused, match=said):
-            notes.execute(name, arguments)
+    for name, key, content in refused:
+        with pytest.raises(Refused):
+            notes.execute(name, {"key": key, "content": content})
     assert notes.by_key == {"a": "2"}
-    assert notes.execute("updateNote", {"key": "a", "content": "x" * 65_535}) == "Note 'a' is updated."
 
 
 async def test_the_schemas_are_shown_behind_those_of_the_tools_and_a_selection_leaves_them() -> None:
@@ -266,6 +254,16 @@ async def test_the_schemas_are_shown_behind_those_of_the_tools_and_a_selection_l
     places = [shown.index(f'"name": "{name}"') for name in ("it", *(s["function"]["name"] for s in SCHEMAS))]
     assert places == sorted(places)
     assert {schema["function"]["name"] for schema in SCHEMAS} == set(NAMES)
+
+
+async def test_a_prompt_that_had_to_be_truncated_stays_as_it_was_seen() -> None:
+    row = make_row(text="1 + " * 400)
+    rollout, engine = await play(
+        call_text("it"), delete(2), "12", row=row, prompt_length=500, truncation="left"
+    )
+    check_every_token_once(rollout, engine)
+    snapshot, final = rollout.trajectories
+    assert final.prompt_ids[:500] == snapshot.prompt_ids
 
 
 @pytest.mark.parametrize(
@@ -305,19 +303,6 @@ async def test_a_penalty_is_for_tokens_beyond_the_budget_and_stays() -> None:
         assert [one.reward for one in rollout.trajectories] == [-0.5 * (sizes[0] - budget), 0.0, 1.0]
 
 
-async def test_a_loop_of_ones_own_gives_snapshots_its_own_rewards() -> None:
-    class Mine(ContextAgent):
-        def snapshot_reward(self, snapshot: Trajectory) -> float | None:
-            return 7.0 if len(self.snapshots) else None
-
-    engine = await started(says(delete(0), delete(1), "12"))
-    worker = make_worker(
-        resources(engine), loop="mine", loops=AgentLoops({"mine": LoopEntry(Mine)}), reward=Reward()
-    )
-    rollout = completed(await worker.run(make_row(), 0))
-    assert [one.reward for one in rollout.trajectories] == [1.0, 7.0, 1.0]
-
-
 async def test_no_room_after_a_deletion_ends_it_before_the_deletion() -> None:
     whole, _ = await play(call_text("it", x="0 1 2 3 4 5 6 7"), delete(1), "12")
     prompt = len(whole.final.prompt_ids)
@@ -328,21 +313,6 @@ async def test_no_room_after_a_deletion_ends_it_before_the_deletion() -> None:
     assert len(engine.requests) == 2
     one_more, _ = await play(call_text("it", x="0 1 2 3 4 5 6 7"), delete(1), "12", max_model_len=prompt + 1)
     assert (one_more.final.finish_reason, len(one_more.final.response_ids)) == ("length", 1)
-
-
-async def test_a_prompt_that_had_to_be_truncated_stays_as_it_was_seen() -> None:
-    rollout, engine = await play(
-        call_text("it"),
-        delete(2),
-        "12",
-        row=make_row(text="1 + " * 400),
-        prompt_length=500,
-        truncation="left",
-    )
-    check_every_token_once(rollout, engine)
-    snapshot, final = rollout.trajectories
-    assert len(snapshot.prompt_ids) == 500
-    assert final.prompt_ids[:500] == snapshot.prompt_ids
 
 
 async def test_what_is_thought_in_a_deleted_answer_is_deleted_with_it() -> None:
@@ -390,22 +360,6 @@ async def test_an_interactions_messages_have_ids_and_can_be_deleted() -> None:
     assert final.extra["turn_scores"] == [0.0, 0.0, 1.0]
     shown = text(final.prompt_ids)
     assert f"assistant\n[msg_id: 1] [deleted]{END}\n<|im_start|>user\n[msg_id: 2] [deleted]{END}" in shown
-
-
-async def test_a_tool_of_the_users_with_a_name_of_its_own_is_refused() -> None:
-    engine = await started(says("12"))
-    async with opened([class_tool(Recorder, "note"), class_tool(Recorder, "it")]) as box:
-        worker = make_worker(resources(engine, tools=box), loop="context_agent")
-        failure = failed(await worker.run(make_row(), 0))
-    assert "tools of its own of the names note; rename yours" in failure.error
-    assert (failure.attempts, engine.requests) == (1, [])
-
-
-async def test_unknown_scoring_is_refused() -> None:
-    engine = await started(says("12"))
-    loops = AgentLoops({"it": LoopEntry(ContextAgent, {"snapshot_scoring": "last"})})
-    failure = failed(await make_worker(resources(engine), loop="it", loops=loops).run(make_row(), 0))
-    assert "snapshot_scoring is 'last': outcome, own or none" in failure.error
 
 
 async def test_a_template_without_a_role_for_tools() -> None:
@@ -496,3 +450,12 @@ def check_kept_answers(after: Trajectory, engine: ScriptedEngine, deleted: set[i
         if number in deleted:
             continue
         at = next(i for i in range(at, len(whole)) if whole[i : i + len(ids)] == ids) + len(ids)
+
+
+async def test_settings_that_cannot_be_used() -> None:
+    engine = await started(says("12"))
+    async with opened([class_tool(Recorder, "note")]) as box:  # a name of the loop's own
+        failed(await make_worker(resources(engine, tools=box), loop="context_agent").run(make_row(), 0))
+    loops = AgentLoops({"it": LoopEntry(ContextAgent, {"snapshot_scoring": "last"})})
+    failed(await make_worker(resources(engine), loop="it", loops=loops).run(make_row(), 0))
+    assert engine.requests == []

