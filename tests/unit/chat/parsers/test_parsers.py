@@ -1,14 +1,12 @@
 """Each format by examples: what is read, what is a broken call, what is neither."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from rollstream.chat.parsers.base import ParsedOutput, Segment, ToolCall, register_parser
-from rollstream.chat.parsers.registry import get_parser, parser_names
-from rollstream.chat.parsers.tool_call_tags import HermesParser
+from rollstream.chat.parsers.base import ParsedOutput, Segment, ToolCall
+from rollstream.chat.parsers.registry import get_parser
 from rollstream.errors import ConfigError
 from tests.unit.chat.parsers.formats import TOOLS
 
@@ -224,133 +222,113 @@ def test_the_models_own_ids(name: str, text: str, ids: list[str | None]) -> None
     assert [(call.name, call.call_id) for call in calls] == list(zip("fg", ids, strict=False))
 
 
-NAME = "the call has no name of a tool"
-JSON = "the arguments are not valid JSON: "
-OBJECT = "the arguments are not a JSON object"
-WHOLE = "the call is not valid JSON: "
-NEITHER = "neither a list of calls nor a name and [ARGS]"
-BROKEN: dict[str, tuple[Callable[[str], str], str, list[tuple[str, str, str]]]] = {
+BROKEN: dict[str, tuple[Callable[[str], str], str, list[tuple[str, str]]]] = {
     "hermes": (
         qwen,
         HERMES,
         [
-            ('{"name": "f", "arguments": {"a": 1}', "", WHOLE + "Expecting ',' delimiter"),
-            ('{"name": "f", "arguments": {"a": 1}}}', "", WHOLE + "Extra data: line 1 column 37"),
-            ("", "", WHOLE + "Expecting value: line 1 column 1"),
-            ('[{"name": "f", "arguments": {}}]', "", "the call is not a JSON object"),
             *(
-                (f'{{"name": {name}, "arguments": {{}}}}', "", 'the call has no "name"')
-                for name in ('""', "3")
+                (text, "")
+                for text in (
+                    *('{"name": "f", "arguments": {"a": 1}', '{"name": "f", "arguments": {"a": 1}}}', ""),
+                    *('[{"name": "f", "arguments": {}}]', '{"name": "", "arguments": {}}'),
+                    *('{"name": 3, "arguments": {}}', '{"name": "f\\ud800", "arguments": {}}'),
+                )
             ),
-            ('{"name": "f", "parameters": {}}', "f", 'the call has no "arguments"'),
-            ('{"name": "f", "arguments": [1]}', "f", OBJECT),
-            ('{"name": "f\\ud800", "arguments": {}}', "", "the call holds half a surrogate pair"),
+            ('{"name": "f", "parameters": {}}', "f"),
+            ('{"name": "f", "arguments": [1]}', "f"),
         ],
     ),
     "qwen3_coder": (
         qwen,
         qwen("<function=f><parameter=b>2</parameter></function>"),
         [
-            *(
-                (text, "", "no <function=name> where the call begins")
-                for text in ("", "<function=></function>")
-            ),
-            ("<function=now>\n<parameter=a>1</parameter>\n", "now", "the call is not closed by </function>"),
-            ("<function=now><parameter=a>1</function>", "now", "parameter 'a' is not closed by </parameter>"),
+            ("", ""),
+            ("<function=></function>", ""),
+            ("<function=now>\n<parameter=a>1</parameter>\n", "now"),
+            ("<function=now><parameter=a>1</function>", "now"),
         ],
     ),
     "glm45": (
         qwen,
         qwen("f"),
         [
-            *((text, "", "no name of a tool where the call begins") for text in ("", '{"name": "now"}')),
-            ("now\n<arg_key>a", "now", "a key is not closed by </arg_key>"),
-            ("now<arg_key>a</arg_key>", "now", "no <arg_value> for the key 'a'"),
-            ("now<arg_key>a</arg_key><arg_value>1", "now", "the value of 'a' is not closed by </arg_value>"),
-            (
-                "now<arg_key>a</arg_key><arg_value>1</arg_value> x",
-                "now",
-                "the call is not closed by </tool_call>",
-            ),
+            ("", ""),
+            ('{"name": "now"}', ""),
+            ("now\n<arg_key>a", "now"),
+            ("now<arg_key>a</arg_key>", "now"),
+            ("now<arg_key>a</arg_key><arg_value>1", "now"),
+            ("now<arg_key>a</arg_key><arg_value>1</arg_value> x", "now"),
         ],
     ),
     "deepseek_v3": (
         v3,
         v3("f\n```json\n{}\n```"),
         [
-            *((text, "", "no name and ```json block in the call") for text in ("f", 'f\n{"a": 1}')),
-            ("\n```json\n{}\n```", "", NAME),
-            ('f\n```json\n{"a": \n```', "f", JSON + "Expecting value: line 2 column 1"),
-            ("f\n```json\n7\n```", "f", OBJECT),
+            ("f", ""),
+            ('f\n{"a": 1}', ""),
+            ("\n```json\n{}\n```", ""),
+            ('f\n```json\n{"a": \n```', "f"),
+            ("f\n```json\n7\n```", "f"),
         ],
     ),
     "deepseek_v3_1": (
         v3_1,
         v3_1("f<｜tool▁sep｜>{}"),
-        [
-            ('f{"a": 1}', "", "no <｜tool▁sep｜> in the call"),
-            ("<｜tool▁sep｜>{}", "", NAME),
-            ("f<｜tool▁sep｜>{}}", "f", JSON + "Extra data: line 1 column 3"),
-        ],
+        [('f{"a": 1}', ""), ("<｜tool▁sep｜>{}", ""), ("f<｜tool▁sep｜>{}}", "f")],
     ),
     "kimi_k2": (
         kimi,
         kimi(f"f:1{ARGS}{{}}"),
-        [
-            ("functions.f:0{}", "", "no <|tool_call_argument_begin|> in the call"),
-            (f"functions.:0{ARGS}{{}}", "", NAME),
-            (f"functions.f:0{ARGS}{{", "f", JSON + "Expecting property name"),
-        ],
+        [("functions.f:0{}", ""), (f"functions.:0{ARGS}{{}}", ""), (f"functions.f:0{ARGS}{{", "f")],
     ),
     "mistral": (
         "[TOOL_CALLS]".__add__,
         "[TOOL_CALLS]f[ARGS]{}",
         [
-            *((text, "", NEITHER) for text in ("", "f", "f[CALL_ID]abc", '{"name": "f"}')),
-            (' [{"name": "f"', "", "the list of calls is not valid JSON: Expecting ','"),
-            ('f[ARGS]{"a": ', "f", JSON + "Expecting value"),
-            ("f[ARGS][1]", "f", OBJECT),
+            *((text, "") for text in ("", "f", "f[CALL_ID]abc", '{"name": "f"}', ' [{"name": "f"')),
+            ('f[ARGS]{"a": ', "f"),
+            ("f[ARGS][1]", "f"),
         ],
     ),
     "llama3_json": (
         str,
         "",
         [
-            ('{"name": "f", "parameters": {"a": "x', "", WHOLE + "Unterminated string"),
-            ('{"type": "function", "name": "f", "parameters": {"a" 1}}', "", WHOLE + "Expecting ':'"),
-            ('{"name": 7, "parameters": {}}', "", 'the call has no "name" that is a string'),
-            ('{"name": "f", "parameters": [1]}', "f", OBJECT),
-            ('<|python_tag|>search.call(query="x")', "", WHOLE + "Expecting value"),
-            ('<|python_tag|>{"name": "f"}', "f", 'the call has no "parameters"'),
+            ('{"name": "f", "parameters": {"a": "x', ""),
+            ('{"type": "function", "name": "f", "parameters": {"a" 1}}', ""),
+            ('{"name": 7, "parameters": {}}', ""),
+            ('{"name": "f", "parameters": [1]}', "f"),
+            ('<|python_tag|>search.call(query="x")', ""),
+            ('<|python_tag|>{"name": "f"}', "f"),
         ],
     ),
     "gpt_oss": (
         str,
         "",
         [
-            *((OSS + rest, "f", "no <|message|> in the call") for rest in (" <|constrain|>js", "<|call|>")),
-            (OSS + "<|message|>{<|call|>", "f", JSON),
-            ("<|channel|>analysis to=python<|message|>print(1)<|call|>", "python", JSON),
-            ("<|channel|>commentary to=functions.<|message|>{}<|call|>", "", NAME),
-            ("<|channel|>commentary<|message|>{}<|call|>", "", "the call has no recipient"),
+            *((OSS + rest, "f") for rest in (" <|constrain|>js", "<|call|>", "<|message|>{<|call|>")),
+            ("<|channel|>analysis to=python<|message|>print(1)<|call|>", "python"),
+            ("<|channel|>commentary to=functions.<|message|>{}<|call|>", ""),
+            ("<|channel|>commentary<|message|>{}<|call|>", ""),
         ],
     ),
 }
-"""What makes a call of a text, a good call that may follow a broken one, and broken ones."""
+"""What makes a call of a text, a good call that may follow a broken one, and broken ones with their tools."""
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "good", "tool", "error"),
+    ("name", "text", "good", "tool"),
     [
-        (name, whole(written), good, tool, error)
+        (name, whole(written), good, tool)
         for name, (whole, good, rows) in BROKEN.items()
-        for written, tool, error in rows
+        for written, tool in rows
     ],
 )
-def test_broken_calls(name: str, text: str, good: str, tool: str, error: str) -> None:
+def test_broken_calls(name: str, text: str, good: str, tool: str) -> None:
     broken, *others = read(name, text + good).calls
     assert (broken.name, broken.arguments, broken.text) == (tool, None, text)
-    assert broken.error and broken.error.startswith(error)
+    assert broken.error
     assert [(call.name, call.text, call.error) for call in others] == ([("f", good, None)] if good else [])
 
 
@@ -418,25 +396,10 @@ def test_end_tokens_are_markup_at_the_end_only(end: str) -> None:
     assert read("hermes", "<p><s>hello</s>").content == "<p><s>hello</s>"
 
 
-def test_names_and_stop_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = parser_names()
-    assert names == sorted(names)
+def test_names_and_stop_tokens() -> None:
     for other, name in (("gpt-oss", "gpt_oss"), ("glm", "glm45"), ("kimi", "kimi_k2")):
         assert type(get_parser(other)) is type(get_parser(name))
-    stops = {name: get_parser(name).stop_tokens for name in ("gpt_oss", "glm45", "llama3_json", "hermes")}
-    assert list(stops.values()) == [("<|call|>",), ("<|observation|>",), ("<|eom_id|>",), ()]
-    for wrong, message in [
-        ("herms", "did you mean 'hermes'? (known: deepseek_v3, "),
-        ("??", "'??' (known: "),
-    ]:
-        with pytest.raises(ConfigError, match="unknown tool parser .*" + re.escape(message)):
-            get_parser(wrong)
-    monkeypatch.setattr("rollstream.chat.parsers.base.PARSERS", own := {})
-    monkeypatch.setattr("rollstream.chat.parsers.registry.PARSERS", own)
-
-    @register_parser("own")
-    class Own(HermesParser):
-        stop_tokens: tuple[str, ...] = ("<stop>",)
-
-    assert parser_names() == ["own"]
-    assert get_parser("own").stop_tokens == ("<stop>",)
+    stops = [get_parser(name).stop_tokens for name in ("gpt_oss", "glm45", "llama3_json", "hermes")]
+    assert stops == [("<|call|>",), ("<|observation|>",), ("<|eom_id|>",), ()]
+    with pytest.raises(ConfigError, match="'hermes'"):
+        get_parser("herms")

@@ -115,20 +115,17 @@ def test_integers_of_64_bits(number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        *((str(number), "64 bits") for number in (2**64, -(2**63) - 1, 10**4000)),
-        ("NaN", "JSON knows no NaN"),
-        ("[-Infinity]", "JSON knows no -Infinity"),
-        ("1e400", "too large"),
-        *((opening * 100_000, "nested too deeply") for opening in ("[", '{"a":')),
-        ("", "Expecting value: line 1 column 1"),
-        ('  {"a": 1\n "b"}', "Expecting ',' delimiter: line 2 column 2"),
-        ('{"a": "\n"}', "Invalid control character at: line 1 column 8"),
+        *map(str, (2**64, -(2**63) - 1, 10**4000)),
+        *("NaN", "[-Infinity]", "1e400", "[" * 100_000, '{"a":' * 100_000, "", '{"a": "\n"}'),
     ],
 )
-def test_json_that_is_refused(text: str, message: str) -> None:
-    """The place is counted from the start of the value."""
-    with pytest.raises(UnreadableError) as caught:
-        decode_value("first\nline\n" + text, 11)
-    assert message in str(caught.value)
+def test_json_that_is_refused(text: str) -> None:
+    with pytest.raises(UnreadableError):
+        decode_value(text, 0)
+
+
+def test_the_place_is_counted_from_the_start_of_the_value() -> None:
+    with pytest.raises(UnreadableError, match="line 2 column 2"):
+        decode_value('first\nline\n  {"a": 1\n "b"}', 11)
