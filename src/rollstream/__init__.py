@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollstream.generation.iterate import generate
     from rollstream.generation.result import GenerationResult
-    from rollstream.generation.runner import run_generation
+    from rollstream.generation.run import run_generation
     from rollstream.trajectory import Rollout, Trajectory
 
 __version__ = "0.2.0"
@@ -16,7 +16,7 @@ _EXPORTED = {
     "Rollout": "rollstream.trajectory",
     "Trajectory": "rollstream.trajectory",
     "generate": "rollstream.generation.iterate",
-    "run_generation": "rollstream.generation.runner",
+    "run_generation": "rollstream.generation.run",
 }
 """Where each name is; imported when it is asked for, so that `import rollstream` is light."""
 

@@ -13,7 +13,7 @@ import pytest
 
 from rollstream.engine.sglang import SGLangEngine
 from rollstream.errors import EngineError, EngineUnavailableError
-from rollstream.generation.runner import run_generation
+from rollstream.generation.run import run_generation
 from rollstream.store.validate import validate_run
 from rollstream.testing.stub_faults import Faults, Latency
 from rollstream.testing.stub_server import StubModel, StubServer

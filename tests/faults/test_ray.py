@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.generation.runner import run_generation
+from rollstream.generation.run import run_generation
 from rollstream.rollout.ray_cluster import RayCluster
 from rollstream.store.summary import read_status
 from rollstream.testing.stub_faults import Latency

@@ -23,7 +23,7 @@ from rollstream.engine.launch import launch_plan
 from rollstream.engine.launch_plan import LaunchRequest, ReplicaPlan
 from rollstream.engine.ray_launch import RayLauncher, RayProcess
 from rollstream.errors import EngineError
-from rollstream.generation.runner import run_generation
+from rollstream.generation.run import run_generation
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
 from tests.faults.launches import LAUNCH, Launched, stub_python

@@ -6,7 +6,7 @@ import pytest
 
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.demo import MODEL_PATH
-from rollstream.generation.runner import as_config, generate
+from rollstream.generation.run import as_config, generate
 from rollstream.testing.stub_server import StubServer
 from rollstream.testing.text_rules import answer_by_text
 from tests.faults.runs import overrides, write_prompts

@@ -17,7 +17,7 @@ from rollstream.agent.prompt import PromptRenderer
 from rollstream.agent.registry import AgentLoops, load_agent_loops
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.demo import MODEL_PATH
-from rollstream.generation.runner import run_generation
+from rollstream.generation.run import run_generation
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.testing.stub_server import StubServer
 from rollstream.testing.text_rules import answer_by_text

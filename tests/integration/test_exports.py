@@ -14,7 +14,7 @@ import pytest
 
 from rollstream.cli import main as cli
 from rollstream.errors import ConfigError
-from rollstream.generation.runner import run_generation
+from rollstream.generation.run import run_generation
 from rollstream.store.export.files import FILE_NAMES, read_rows
 from rollstream.store.summary import read_status
 from tests.integration.test_generation import PAIRS, config, write_sums

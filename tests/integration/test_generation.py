@@ -14,7 +14,7 @@ from rollstream.cli import main as cli
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, DataError, IdentityMismatchError, RunDirectoryError
 from rollstream.generation.command import summarise
-from rollstream.generation.runner import run_generation
+from rollstream.generation.run import run_generation
 from rollstream.store.paths import RunPaths
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run

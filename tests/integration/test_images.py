@@ -13,7 +13,7 @@ import pytest
 
 from rollstream.errors import ConfigError
 from rollstream.generation.export_images import run_images
-from rollstream.generation.runner import as_config, generate
+from rollstream.generation.run import as_config, generate
 from rollstream.integrations.verl.dataproto import read_dataproto
 from rollstream.store.export.run import export_run
 from rollstream.store.find import find_trajectory

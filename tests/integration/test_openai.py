@@ -11,7 +11,7 @@ from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.cli import main as cli
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, RollstreamError
-from rollstream.generation.runner import as_config, generate
+from rollstream.generation.run import as_config, generate
 from rollstream.store.manifest import read_manifest
 from rollstream.store.validate import validate_run
 from rollstream.testing.stub_chat import ChatFault, ChatStub

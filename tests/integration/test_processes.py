@@ -12,7 +12,7 @@ import pytest
 
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
-from rollstream.generation.runner import run_generation
+from rollstream.generation.run import run_generation
 from rollstream.testing.stub_faults import Latency
 from rollstream.testing.stub_server import StubServer
 from tests.faults.runs import check_each_is_there_once, overrides, stub_in_thread, write_prompts

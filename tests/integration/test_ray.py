@@ -16,7 +16,7 @@ import pytest
 
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, RollstreamError
-from rollstream.generation.runner import as_config, generate, run_generation
+from rollstream.generation.run import as_config, generate, run_generation
 from rollstream.store.summary import read_failures, read_status
 from rollstream.testing.stub_faults import Latency
 from rollstream.testing.stub_server import StubModel, StubServer

@@ -8,7 +8,7 @@ import pytest
 
 from rollstream.cli import main as cli
 from rollstream.errors import ConfigError, IdentityMismatchError
-from rollstream.generation.runner import run_generation
+from rollstream.generation.run import run_generation
 from rollstream.store.export.files import read_rows
 from rollstream.store.validate import validate_run
 from tests.integration.test_generation import PAIRS, config, write_sums

@@ -18,8 +18,9 @@ import pytest
 
 from rollstream.cli import main as cli
 from rollstream.errors import ConfigError, RunDirectoryError
-from rollstream.generation import runner, tracking
-from rollstream.generation.runner import as_config, generate, run_generation
+from rollstream.generation import run as run_module
+from rollstream.generation import tracking
+from rollstream.generation.run import as_config, generate, run_generation
 from rollstream.generation.tracking import Staged, TrackedRun
 from rollstream.store.run_dir import lock_run
 from rollstream.store.validate import validate_run
@@ -55,7 +56,7 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def with_trackers(monkeypatch: pytest.MonkeyPatch, **trackers: object) -> None:
-    monkeypatch.setattr(runner, "load_trackers", lambda names: trackers)
+    monkeypatch.setattr(run_module, "load_trackers", lambda names: trackers)
 
 
 def test_the_last_line_is_what_the_run_came_to(run: dict[str, Any], tmp_path: Path) -> None:
@@ -215,7 +216,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> Uploads:
     """What takes the artifacts of runs, whose trackers need not be installed."""
     uploads = Uploads()
     monkeypatch.setattr(tracking, "load_uploader", lambda: uploads)
-    monkeypatch.setattr("rollstream.generation.setup.check_trackers", lambda names, *, upload: None)
+    monkeypatch.setattr("rollstream.generation.plan.check_trackers", lambda names, *, upload: None)
     return uploads
 
 
@@ -310,7 +311,7 @@ async def test_an_upload_that_hangs_ends_with_the_signal(
     with_trackers(monkeypatch, wandb=uploads)
     monkeypatch.setattr(tracking, "FLUSH_STOPPED_S", 0.2)
     run["generation"]["upload_artifact"] = True
-    stop = runner.StopSignals()
+    stop = run_module.StopSignals()
     try:
         with caplog.at_level(logging.INFO, "rollstream"):
             task = asyncio.ensure_future(generate(as_config(run), stop=stop))

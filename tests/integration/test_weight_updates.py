@@ -20,8 +20,8 @@ from rollstream.engine.openvino import OpenVINOEngine
 from rollstream.engine.openvino_weights import lay_out_weights, read_safetensors
 from rollstream.engine.sglang import SGLangEngine
 from rollstream.errors import EngineError, EngineUnavailableError
-from rollstream.generation.runner import generate
-from rollstream.generation.setup import Prepared
+from rollstream.generation.plan import Plan
+from rollstream.generation.run import generate
 from rollstream.store.validate import validate_run
 from rollstream.trajectory import Completion, SamplingParams
 from tests.faults.runs import rows_of
@@ -121,15 +121,15 @@ def step_of(version: int) -> int:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[ContinuingEngine]:
     """The engines of runs."""
     engines: list[ContinuingEngine] = []
-    create = Prepared.create_engine
+    create = Plan.create_engine
 
-    def create_and_keep(self: Prepared, log_dir: Path) -> Engine:
+    def create_and_keep(self: Plan, log_dir: Path) -> Engine:
         engine = create(self, log_dir)
         assert isinstance(engine, ContinuingEngine)
         engines.append(engine)
         return engine
 
-    monkeypatch.setattr(Prepared, "create_engine", create_and_keep)
+    monkeypatch.setattr(Plan, "create_engine", create_and_keep)
     return engines
 
 

@@ -15,7 +15,7 @@ import pytest
 from rollstream.cli import build_parser, main
 from rollstream.generation.command import command_line, summarise
 from rollstream.generation.main import parse
-from rollstream.generation.runner import GenerationResult
+from rollstream.generation.run import GenerationResult
 from rollstream.stderr_log import at_work
 from rollstream.store.paths import RunPaths
 from tests.unit.store.fabric import commit_all, rollout

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.generation.runner import run_generation
+from rollstream.generation.run import run_generation
 from rollstream.store.manifest import read_manifest, write_manifest
 from tests.support import tokenizers
 from tests.unit.store.fabric import commit_all, failure, rollout

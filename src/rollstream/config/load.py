@@ -220,6 +220,29 @@ def to_stored_yaml(config: DictConfig) -> str:
     return "".join(["# As they were typed:\n", *typed] if typed else []) + OmegaConf.to_yaml(stored)
 
 
+def is_set(
+    config: DictConfig,
+    overrides: Sequence[str],
+    layers: Sequence[Mapping[str, Any] | Path],
+    key: str,
+    other: Any,
+) -> bool:
+    """Whether a key of `generation` is set, if to its default: then another default changes nothing."""
+    changed = compose(overrides, layers=[{"generation": {key: other}}, *layers])
+    return bool(config.generation[key] == changed.generation[key])
+
+
+def refuse_keys(config: DictConfig, keys: Iterable[str], why: str) -> None:
+    """Refuses keys that have another value than their default.
+
+    Raises:
+        ConfigError: naming them, and `why`.
+    """
+    defaults = compose()
+    if found := [key for key in keys if OmegaConf.select(config, key) != OmegaConf.select(defaults, key)]:
+        raise ConfigError(f"{', '.join(found)}: {why}")
+
+
 def check_artifact_name(name: str, key: str) -> None:
     """Raises `ConfigError` for a name that W&B does not take; `key`: what was set to it."""
     problems: list[str] = []

@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollstream.generation.runner import GenerationResult, generate, run_generation
+    from rollstream.generation.result import GenerationResult
+    from rollstream.generation.run import generate, run_generation
 
 __all__ = ["GenerationResult", "generate", "run_generation"]
 
@@ -21,4 +22,4 @@ def __getattr__(name: str) -> Any:
         )
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("rollstream.generation.runner"), name)
+    return getattr(import_module("rollstream.generation.run"), name)

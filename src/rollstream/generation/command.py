@@ -25,9 +25,10 @@ from rollstream.config.settings import Settings
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.generation.logs import log_to_console
 from rollstream.generation.metrics import MetricsServer
+from rollstream.generation.plan import Plan, make_plan, peek_manifest
 from rollstream.generation.progress import ProgressConsole, Waits, format_duration, progress_console
-from rollstream.generation.runner import GenerationResult, check_run_directory, generate
-from rollstream.generation.setup import Prepared, peek_manifest, prepare
+from rollstream.generation.result import GenerationResult
+from rollstream.generation.run import check_run_directory, generate
 from rollstream.rollout.setup import launch_request
 from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.extend import check_positions
@@ -200,40 +201,40 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
     """Prints what a run would be. Raises `RunDirectoryError` when the run directory would refuse it."""
     manifest = peek_manifest(config)
     with Waits() as waits:
-        prepared = await prepare(config, manifest, waits.begin)
-    if (port := prepared.settings.generation.metrics_port) is not None:
+        plan = await make_plan(config, manifest, waits.begin)
+    if (port := plan.settings.generation.metrics_port) is not None:
         metrics = MetricsServer(port, bytes)  # a port in use would end the run
         await metrics.start()
         await metrics.close()
-    launched = launched_commands(prepared.settings, prepared.run_dir / "logs")
-    capabilities = {} if launched else await _engine_capabilities(prepared)
-    row = prepared.dataset.row(int(prepared.dataset.order[0]))
+    launched = launched_commands(plan.settings, plan.run_dir / "logs")
+    capabilities = {} if launched else await _engine_capabilities(plan)
+    row = plan.dataset.row(int(plan.dataset.order[0]))
     report: dict[str, Any] = {
-        "run_dir": str(prepared.run_dir),
+        "run_dir": str(plan.run_dir),
         "holds": "nothing yet" if manifest is None else f"a run created {manifest.created}",
         "would_differ": []
         if manifest is None
-        else identity_differences(manifest.identity, prepared.manifest.identity),
-        "prompt_rows": len(prepared.dataset.order),
-        "rows_in_files": len(prepared.dataset),
-        "overlong_left_out": None if prepared.overlong is None else prepared.overlong.removed,
-        "rollouts": prepared.total,
-        "agent_loops": prepared.loop_names,
-        "tools": [schema["function"]["name"] for schema in prepared.agents.tools.schemas],
-        "first_prompt_tokens": prepared.prompts.length(
-            row.messages, row.images, tools=prepared.prompt_tools(row)
+        else identity_differences(manifest.identity, plan.manifest.identity),
+        "prompt_rows": len(plan.dataset.order),
+        "rows_in_files": len(plan.dataset),
+        "overlong_left_out": None if plan.overlong is None else plan.overlong.removed,
+        "rollouts": plan.total,
+        "agent_loops": plan.loop_names,
+        "tools": [schema["function"]["name"] for schema in plan.setup.agents.tools.schemas],
+        "first_prompt_tokens": plan.setup.prompts.length(
+            row.messages, row.images, tools=plan.prompt_tools(row)
         )
-        if prepared.tokenizer.makes_ids
+        if plan.setup.tokenizer.makes_ids
         else None,
         "first_prompt": row.messages,
-        "first_prompt_text": prepared.tokenizer.render_text(row.messages, tools=prepared.prompt_tools(row)),
-        "engine": {"name": prepared.settings.actor_rollout_ref.rollout.name, **capabilities},
+        "first_prompt_text": plan.setup.tokenizer.render_text(row.messages, tools=plan.prompt_tools(row)),
+        "engine": {"name": plan.settings.actor_rollout_ref.rollout.name, **capabilities},
         "launch": launched,
-        "identity": prepared.manifest.identity,
+        "identity": plan.manifest.identity,
     }
     out.write(_json(report) if as_json else _dry_run_text(report))
     out.flush()
-    await _refuse_like_a_run(prepared, manifest)
+    await _refuse_like_a_run(plan, manifest)
     if not as_json:
         out.write("dry run: everything resolves, nothing was generated\n")
 
@@ -259,22 +260,22 @@ def launched_commands(settings: Settings, log_dir: Path) -> list[dict[str, Any]]
     return [
         {
             "where": request.where,
-            "devices": list(plan.devices),
-            "env": {name: value for name, value in plan.env.items() if name != "PYTHONPATH"},
-            "command": plan.command("CHOSEN_AT_START"),
+            "devices": list(replica.devices),
+            "env": {name: value for name, value in replica.env.items() if name != "PYTHONPATH"},
+            "command": replica.command("CHOSEN_AT_START"),
         }
-        for plan in plans
+        for replica in plans
     ]
 
 
-async def _engine_capabilities(prepared: Prepared) -> dict[str, Any]:
+async def _engine_capabilities(plan: Plan) -> dict[str, Any]:
     """What the engine says of itself; it is started for that, and has to be able to do what is asked for."""
     with tempfile.TemporaryDirectory(prefix="rollstream-dry-run-") as folder:
-        engine = prepared.create_engine(Path(folder))
+        engine = plan.create_engine(Path(folder))
         try:
             await engine.start()
-            prepared.check_engine(engine)
-            prepared.agents.loops.check(prepared.loop_names, prepared.agent_resources(engine))
+            plan.setup.check_engine(engine)
+            plan.setup.agents.loops.check(plan.loop_names, plan.setup.agent_resources(engine))
             return asdict(engine.capabilities)
         finally:
             await engine.close()
@@ -310,16 +311,17 @@ def _dry_run_text(report: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-async def _refuse_like_a_run(prepared: Prepared, manifest: Manifest | None) -> None:
+async def _refuse_like_a_run(plan: Plan, manifest: Manifest | None) -> None:
     """Raises what the run itself would raise before its first rollout."""
-    adopted, nothing_done = check_run_directory(prepared, manifest)
+    adopted, nothing_done = check_run_directory(plan, manifest)
     if adopted is not None and nothing_done:
-        logger.warning("nothing is done in %s yet: it would take the new settings", prepared.run_dir)
-    elif manifest is not None and not nothing_done and prepared.settings.generation.resume == "extend":
-        check_positions(prepared.run_dir, manifest, prepared.visited_keys())
-    _check_writable(prepared.run_dir)
-    await prepared.prepare_reward()
-    prepared.check_rows()
+        logger.warning("nothing is done in %s yet: it would take the new settings", plan.run_dir)
+    elif manifest is not None and not nothing_done and plan.settings.generation.resume == "extend":
+        check_positions(plan.run_dir, manifest, plan.visited_keys())
+    _check_writable(plan.run_dir)
+    plan.say_unscored()
+    await plan.setup.prepare_reward(plan.scored_sources)
+    plan.check_rows()
 
 
 def _check_writable(run_dir: Path) -> None:

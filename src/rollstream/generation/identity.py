@@ -11,6 +11,7 @@ import orjson
 from rollstream.config.settings import Settings
 from rollstream.engine.registry import data_deciding_kwargs, is_launched
 from rollstream.errors import IdentityMismatchError
+from rollstream.rollout.setup import RolloutSetup, has_tokenizer
 from rollstream.store.manifest import (
     DATASET_IDENTITY,
     LOOP_IDENTITY,
@@ -49,37 +50,39 @@ _SAMPLES = 16
 
 
 def build_identity(
-    settings: Settings,
-    *,
-    tokenizer_digest: str | None,
-    agents: dict[str, str],
-    images_digest: str | None,
-    tools_digest: str | None,
-    shown_tools_digest: str | None,
-    reward_digest: str | None,
-    dataset_fingerprint: str,
-    dataset_rows: int,
-    engine_settings: dict[str, Any],
+    setup: RolloutSetup, agents: Mapping[str, str], *, fingerprint: str, rows: int
 ) -> dict[str, Any]:
-    """The identity of a run. Paths and speeds are not in it: moving a model or a dataset changes nothing."""
-    model = settings.actor_rollout_ref.model
-    rollout, data = settings.actor_rollout_ref.rollout, settings.data
+    """The identity of a run. Paths and speeds are not in it: moving a model or a dataset changes nothing.
+
+    Args:
+        setup: of the run.
+        agents: its agent loops and their partners, see `Agents.identity`.
+        fingerprint: of the prompt rows.
+        rows: how many there are.
+    """
+    settings, tools = setup.settings, setup.agents.tools
+    model, data = settings.actor_rollout_ref.model, settings.data
+    rollout = settings.actor_rollout_ref.rollout
+    images = setup.images.processor.digest() if setup.images and setup.shows_images else None
     identity: dict[str, Any] = {
         "model.digest": model_digest(model.path) if model.path is not None else None,
-        "model.tokenizer": tokenizer_digest,
+        "model.tokenizer": setup.tokenizer.digest() if has_tokenizer(settings) else None,
         "engine": rollout.name,
-        **{f"engine.{key}": value for key, value in engine_settings.items()},
+        **{
+            f"engine.{key}": value
+            for key, value in data_deciding_kwargs(rollout.name, rollout.engine_kwargs).items()
+        },
         "agent.default_agent_loop": rollout.agent.default_agent_loop,
-        "tools": tools_digest,
-        "data.tool_config": shown_tools_digest,
-        "model.image_processor": images_digest,
-        "reward": reward_digest,
+        "tools": tools.digest if tools.schemas else None,
+        "data.tool_config": json_digest(setup.shown_tools) if setup.shown_tools else None,
+        "model.image_processor": images,
+        "reward": setup.reward.source_digest,
         "generation.seed": settings.generation.seed,
         "data.prompt_key": data.prompt_key,
         "data.truncation": data.truncation,
         "data.apply_chat_template_kwargs": data.apply_chat_template_kwargs,
-        f"{DATASET_IDENTITY}.fingerprint": dataset_fingerprint,
-        f"{DATASET_IDENTITY}.count": dataset_rows,
+        f"{DATASET_IDENTITY}.fingerprint": fingerprint,
+        f"{DATASET_IDENTITY}.count": rows,
         f"{DATASET_IDENTITY}.filter_overlong_prompts": data.filter_overlong_prompts,
         f"{DATASET_IDENTITY}.train_max_samples": data.train_max_samples,
         f"{DATASET_IDENTITY}.shuffle": data.shuffle,
@@ -87,7 +90,7 @@ def build_identity(
     }
     if data.ground_truth_key is not None:  # a run directory of before it was known has none
         identity["data.ground_truth_key"] = data.ground_truth_key
-    identity |= agents | launch_identity(settings)
+    identity |= {**agents, **launch_identity(settings)}
     if (shard := settings.generation.shard_of) is not None:
         identity[SHARD_IDENTITY] = f"{shard[0]}/{shard[1]}"
     if "multi_turn.parser" in agents:  # a loop that takes turns
@@ -97,6 +100,11 @@ def build_identity(
         identity["rollout.extra_sampling"] = rollout.extra_sampling
     normalised: dict[str, Any] = orjson.loads(orjson.dumps(identity, option=orjson.OPT_SERIALIZE_NUMPY))
     return normalised
+
+
+def json_digest(value: list[Any]) -> str:
+    """Names a JSON value by content."""
+    return hashlib.blake2b(orjson.dumps(value, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 
 
 def model_digest(path: str) -> str:
@@ -169,7 +177,7 @@ def adopted_manifest(
         extend: appended rows and a larger `n` are allowed.
         nothing_done: the run has no finished rollout.
         unused: identity keys that no finished rollout depends on.
-        files: by identity key, what to name for it: see `Prepared.identity_files`.
+        files: by identity key, what to name for it: see `Plan.identity_files`.
 
     Raises:
         IdentityMismatchError: with the settings and files that differ.

@@ -11,8 +11,8 @@ from weakref import WeakSet
 from omegaconf import OmegaConf
 
 from rollstream.errors import ConfigError
-from rollstream.generation.runner import Config, as_config, in_memory
-from rollstream.generation.runner import generate as run
+from rollstream.generation.run import Config, as_config, in_memory
+from rollstream.generation.run import generate as run
 from rollstream.scratch import ScratchFolder
 from rollstream.trajectory import Rollout
 

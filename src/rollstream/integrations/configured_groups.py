@@ -11,17 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from rollstream.config.load import compose, to_settings
-from rollstream.config.settings import Settings
+from rollstream.config.load import compose, is_set, refuse_keys, to_settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.prompts import load_prompts
-from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.base import Engine
 from rollstream.engine.checks import refuse_raw_logprobs
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.errors import ConfigError
+from rollstream.generation.plan import resolve
 from rollstream.reward.rules import RuleReward, find_rule
 from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, load_agents
 from rollstream.rollout.worker import RolloutWorker
@@ -82,9 +81,10 @@ class ConfiguredGroups:
         return self._prompts.row(int(self.rows[index]))
 
     async def start(self) -> None:
-        rows = map(self.row, range(len(self.rows)))
-        setup = await make_setup(self._settings, shows_images=self._prompts.has_images(), to_score=rows)
+        agents = await load_agents(self._settings)
+        setup = await build_setup(self._settings, agents, shows_images=self._prompts.has_images())
         self._opened.push_async_callback(setup.close)
+        await in_daemon_thread(check_scores, setup, map(self.row, range(len(self.rows))))
         logs = ScratchFolder("engine")
         self._opened.callback(logs.cleanup)
         plain, rollout = setup.create_plain_engine(logs.path), self._settings.actor_rollout_ref.rollout
@@ -122,16 +122,7 @@ def resolve_config(overrides: Sequence[str], layers: Layers) -> DictConfig:
     """
     config = compose(list(overrides), layers=list(layers))
     refuse_without_effect(config, overrides, layers)
-    resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
-    assert isinstance(resolved, DictConfig)
-    resolve_tasks_into_config(resolved)
-    return resolved
-
-
-def is_set(config: DictConfig, overrides: Sequence[str], layers: Layers, key: str, other: Any) -> bool:
-    """Whether a key of `generation` is set, if to its default: then another default changes nothing."""
-    changed = compose(overrides, layers=[{"generation": {key: other}}, *layers])
-    return bool(config.generation[key] == changed.generation[key])
+    return resolve(config)
 
 
 def refuse_without_effect(config: DictConfig, overrides: Sequence[str], layers: Layers) -> None:
@@ -155,38 +146,6 @@ def refuse_without_effect(config: DictConfig, overrides: Sequence[str], layers: 
     )
     if is_set(config, overrides, layers, "adaptive_in_flight", not defaults.generation.adaptive_in_flight):
         raise ConfigError(f"generation.adaptive_in_flight: {_RUNS_ONLY}")  # true asks for something, too
-
-
-def refuse_keys(config: DictConfig, keys: Iterable[str], why: str) -> None:
-    """Refuses keys that have another value than their default.
-
-    Raises:
-        ConfigError: naming them, and `why`.
-    """
-    defaults = compose()
-    if found := [key for key in keys if OmegaConf.select(config, key) != OmegaConf.select(defaults, key)]:
-        raise ConfigError(f"{', '.join(found)}: {why}")
-
-
-async def make_setup(
-    settings: Settings, *, shows_images: bool, to_score: Iterable[PromptRow] | None
-) -> RolloutSetup:
-    """Agent loops, tools, tokenizer and reward, off the event loop where that is slow.
-
-    Args:
-        settings: of the groups.
-        shows_images: whether prompt rows have images.
-        to_score: the prompt rows: a reward that can score none of them is refused. None: somebody else scores.
-
-    Raises:
-        ConfigError: the configuration cannot work.
-    """
-    agents = await in_daemon_thread(load_agents, settings)
-    await agents.tools.describe()
-    setup = await in_daemon_thread(partial(build_setup, settings, agents, shows_images=shows_images))
-    if to_score is not None:
-        await in_daemon_thread(check_scores, setup, to_score)
-    return setup
 
 
 def build_worker(setup: RolloutSetup, engine: Engine, agent_names: Iterable[str]) -> BuiltWorker:

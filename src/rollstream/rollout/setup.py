@@ -2,13 +2,15 @@
 
 settings -> load_agents -> Agents (agent loops, tools, interactions)
 -> build_setup -> RolloutSetup (with tokenizer, prompts, sampling, reward)
--> create_engine, check_engine, make_worker
+-> create_engine, start_engine, make_worker
 """
 
+import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +28,11 @@ from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer, NoTokenizer, load_tokenizer
 from rollstream.chat.tool_schema import load_tool_schemas
 from rollstream.config.settings import LaunchSettings, RewardSettings, Settings
+<<<<<<< HEAD
+=======
+from rollstream.daemon_threads import in_daemon_thread
+from rollstream.data.tool_schemas import load_tool_schemas
+>>>>>>> 7a7a9d9 (generation, rollout: a run is a Plan with a setup; one async builder for every door)
 from rollstream.engine.base import Engine
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.launch_plan import LaunchRequest, refuse_secrets
@@ -140,10 +147,10 @@ class Agents:
         return identity
 
 
-def load_agents(
+async def load_agents(
     settings: Settings, *, loops: AgentLoops | None = None, tools: Sequence[str] | None = None
 ) -> Agents:
-    """The agent loops and tools of a run; connects to nothing.
+    """The agent loops and tools of a run, tool servers asked for theirs.
 
     Args:
         settings: of the run.
@@ -153,6 +160,12 @@ def load_agents(
     Raises:
         ConfigError: what is quick to check and cannot work, engine and model path included.
     """
+    agents = await in_daemon_thread(_load_agents, settings, loops, tools)
+    await agents.tools.describe()
+    return agents
+
+
+def _load_agents(settings: Settings, loops: AgentLoops | None, tools: Sequence[str] | None) -> Agents:
     model, rollout = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout
     if model.path is None:
         raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder (--model)")
@@ -257,14 +270,24 @@ class RolloutSetup:
         }
         return self.sampling.temperature if only_temperature else None
 
-    async def prepare_reward_for(self, data_source: str) -> None:
-        """Imports what the rule of a data source needs, so that what is missing shows at start.
+    async def start_engine(
+        self, engine: Engine, data_sources: Iterable[str] = (), *, longest: bool = True
+    ) -> None:
+        """Starts an engine beside the reward, and refuses what it cannot give, see `check_engine`.
 
-        Raises:
-            ConfigError: a package is missing.
+        Args:
+            engine: not started.
+            data_sources: of the rows: what their rules need is imported, so that what is missing shows at start.
+            longest: see `check_engine`.
         """
-        if isinstance(self.reward, RuleReward) and not await self.reward.prepare(data_source):
-            logger.info("no reward for data source %r: rollouts are not scored", data_source)
+        await asyncio.gather(engine.start(), self.prepare_reward(data_sources))
+        self.check_engine(engine, longest=longest)
+
+    async def prepare_reward(self, data_sources: Iterable[str]) -> None:
+        """Imports what the rules of data sources need. Raises `ConfigError` where a package is missing."""
+        if isinstance(self.reward, RuleReward):
+            for source in data_sources:
+                await self.reward.prepare(source)
 
     async def close(self) -> None:
         """Ends what tools, interactions and the reward have started."""
@@ -367,14 +390,14 @@ class RolloutSetup:
         return BuiltWorker(worker, instrumented, availability)
 
 
-def build_setup(
+async def build_setup(
     settings: Settings,
     agents: Agents,
     *,
-    shows_images: bool,
+    shows_images: bool = False,
     reward: FunctionReward | RuleReward | None = None,
 ) -> RolloutSetup:
-    """Loads tokenizer, reward and what else rollouts are executed with. Slow: call it off the event loop.
+    """Loads tokenizer, reward and what else rollouts are executed with.
 
     Args:
         settings: of the run.
@@ -385,6 +408,12 @@ def build_setup(
     Raises:
         ConfigError: the configuration cannot work.
     """
+    return await in_daemon_thread(partial(_build_setup, settings, agents, shows_images, reward))
+
+
+def _build_setup(
+    settings: Settings, agents: Agents, shows_images: bool, reward: FunctionReward | RuleReward | None
+) -> RolloutSetup:
     rollout, data = settings.actor_rollout_ref.rollout, settings.data
     shown = load_tool_schemas(data.tool_config_path) if data.tool_config_path else []
     if reward is None:
@@ -529,7 +558,7 @@ def launch_request(settings: Settings) -> LaunchRequest | None:
             raise ConfigError(f"actor_rollout_ref.rollout.launch.env.{name} must be a text (it is {value!r})")
     return LaunchRequest(
         server=launch.server,
-        where=launched_where(settings, os.environ),
+        where=launched_where(settings),
         actor_options=settings.ray_kwargs.replica,
         nodes=settings.trainer.nnodes,
         devices_per_node=settings.trainer.n_gpus_per_node,
@@ -546,7 +575,7 @@ def launch_request(settings: Settings) -> LaunchRequest | None:
         seeds=settings.generation.seed is not None,
         python=launch.python,
         args=launch.args,
-        env=env_texts(launch.env),
+        env={str(name): "" if value is None else str(value) for name, value in launch.env.items()},
         startup_timeout=launch.startup_timeout,
         unhealthy_timeout=launch.unhealthy_timeout,
         max_restarts=launch.max_restarts,
@@ -555,13 +584,19 @@ def launch_request(settings: Settings) -> LaunchRequest | None:
     )
 
 
-def launched_where(settings: Settings, environ: Mapping[str, str]) -> Literal["local", "ray"]:
-    """Where servers are launched. Whoever joins a cluster to run workers there means its nodes."""
+def launched_where(settings: Settings) -> Literal["local", "ray"]:
+    """Where servers are launched: with workers on a cluster that is joined, on its nodes."""
     asked = settings.actor_rollout_ref.rollout.launch.where
     if asked != "auto":
         return asked
-    joins = settings.generation.executor == "ray" and joins_cluster(settings.ray_kwargs.ray_init, environ)
+    joins = settings.generation.executor == "ray" and joins_cluster(settings.ray_kwargs.ray_init, os.environ)
     return "ray" if joins else "local"
+
+
+def launches_on_ray(settings: Settings) -> bool:
+    """Whether there are servers to launch, and that on a Ray cluster."""
+    rollout = settings.actor_rollout_ref.rollout
+    return is_launched(rollout.name, rollout.server_urls) and launched_where(settings) == "ray"
 
 
 def _refuse_unused(launch: LaunchSettings, name: str) -> None:
@@ -574,8 +609,3 @@ def _refuse_unused(launch: LaunchSettings, name: str) -> None:
             f"actor_rollout_ref.rollout.launch.* ({names}) is for servers that rollstream starts: that takes "
             f"actor_rollout_ref.rollout.name=sglang or vllm (it is {name}) and no server_urls"
         )
-
-
-def env_texts(env: Mapping[str, Any]) -> dict[str, str]:
-    """An environment as a process gets it."""
-    return {str(name): "" if value is None else str(value) for name, value in env.items()}

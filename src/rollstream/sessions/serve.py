@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,22 +18,22 @@ from omegaconf import DictConfig, OmegaConf
 from rollstream.aio import finish_despite_cancellation
 from rollstream.buffer.client import AsyncBufferClient
 from rollstream.buffer.command import read_token
-from rollstream.config.load import compose, to_settings, to_stored_yaml
+from rollstream.config.load import compose, refuse_keys, to_settings, to_stored_yaml
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.prompts import PromptDataset
 from rollstream.errors import ConfigError
 from rollstream.gateway.app import SESSION_SHARE, Endpoint
 from rollstream.gateway.recorder import Limits
+from rollstream.generation.identity import build_identity
 from rollstream.generation.logs import log_to_file
-from rollstream.generation.setup import Prepared, identity_of, launches_on_ray, peek_manifest, prepare
-from rollstream.integrations.configured_groups import refuse_keys
-from rollstream.rollout.setup import RolloutSetup, build_setup, load_agents
+from rollstream.generation.plan import make_plan, manifest_for, peek_manifest
+from rollstream.rollout.setup import RolloutSetup, build_setup, launches_on_ray, load_agents
 from rollstream.scratch import ScratchFolder
 from rollstream.sessions.service import LOOP, SessionService, render_error, translate
 from rollstream.sessions.sinks import BufferSink, RunSink
 from rollstream.stderr_log import log_to_stderr
 from rollstream.stop_signals import StoppedEarly, StopSignals, stop_signals
-from rollstream.store.manifest import new_manifest
+from rollstream.store.manifest import Manifest
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run
 from rollstream.store.writer import StoreWriter
 from rollstream.web import Access, WebServer
@@ -135,12 +134,12 @@ async def _serve(
     stack: AsyncExitStack, given: DictConfig, options: argparse.Namespace, signals: StopSignals
 ) -> None:
     token = read_token(options.token_file)
-    setup, dataset = await signals.unless_stopped(_prepare(_as_executed(given, options.weights)))
+    setup, dataset, manifest = await signals.unless_stopped(_prepare(given, options.weights))
     stack.push_async_callback(setup.close)
     settings = setup.settings
     sink: RunSink | BufferSink
     if options.buffer is None:
-        root = await _open_run(stack, given, setup)
+        root = await _open_run(stack, given, setup, manifest)
         sink = RunSink(
             root,
             StoreWriter(
@@ -171,8 +170,7 @@ async def _serve(
         log_dir = scratch.path
     engine = setup.create_engine(log_dir)
     stack.push_async_callback(engine.close)
-    await signals.unless_stopped(engine.start())
-    setup.check_engine(engine, longest=False)
+    await signals.unless_stopped(setup.start_engine(engine, longest=False))
     if isinstance(sink, RunSink) and setup.sampling.logprobs:
         root.note_logprobs(engine.capabilities.logprobs)
     resources = setup.agent_resources(engine)
@@ -262,38 +260,36 @@ async def _report(service: SessionService, sink: RunSink | BufferSink) -> None:
         await asyncio.sleep(_EVERY_S)
 
 
-async def _prepare(config: DictConfig) -> tuple[RolloutSetup, PromptDataset | None]:
-    """What rollouts are executed with, and the prompt rows, where they are configured."""
+async def _prepare(
+    given: DictConfig, weights: Sequence[Path]
+) -> tuple[RolloutSetup, PromptDataset | None, Manifest]:
+    """Everything that is decided before the engine starts, with the prompt rows, where they are configured."""
+    config = _as_executed(given, weights)
     settings = to_settings(config)
     if launches_on_ray(settings):
         raise ConfigError("servers on Ray: launch them by themselves, and give their URLs (server_urls)")
     if config.data.train_files or config.train_tasks:
-        prepared = await prepare(config, peek_manifest(config))
-        await prepared.prepare_reward()
-        return prepared, prepared.dataset
-    agents = await in_daemon_thread(load_agents, settings)
-    setup = await in_daemon_thread(partial(build_setup, settings, agents, shows_images=False))
-    agents.check({LOOP}, setup.tokenizer, show_tools=False, images=False)
-    return setup, None
+        plan = await make_plan(config, peek_manifest(config))
+        plan.say_unscored()
+        await plan.setup.prepare_reward(plan.scored_sources)
+        return plan.setup, plan.dataset, plan.manifest
+    setup = await build_setup(settings, await load_agents(settings))
+    setup.agents.check({LOOP}, setup.tokenizer, show_tools=False, images=False)
+    agents = setup.agents.identity({LOOP}, settings.actor_rollout_ref.rollout.multi_turn.format)
+    identity = build_identity(setup, agents, fingerprint="rows come with sessions", rows=0)
+    return setup, None, manifest_for(given, setup, None, identity)
 
 
-async def _open_run(stack: AsyncExitStack, given: DictConfig, setup: RolloutSetup) -> RunDirectory:
+async def _open_run(
+    stack: AsyncExitStack, given: DictConfig, setup: RolloutSetup, manifest: Manifest
+) -> RunDirectory:
     """Opens the run directory. Raises `RunDirectoryError`."""
     settings = setup.settings
-    if isinstance(setup, Prepared):
-        manifest = setup.manifest
-    else:
-        manifest = new_manifest(
-            n=settings.actor_rollout_ref.rollout.n,
-            identity=identity_of(setup, [LOOP], fingerprint="rows come with sessions", rows=0),
-            dataset={},
-            versions={},
-            config=OmegaConf.to_container(given),  # type: ignore[arg-type]
-            pad_token_id=setup.tokenizer.pad_id,
-        )
     path = Path(settings.trainer.default_local_dir).expanduser()
     opened: Callable[[], RunDirectory] = lambda: open_run(  # noqa: E731
-        *(lock_run(path), path, manifest),
+        lock_run(path),
+        path,
+        manifest,
         config_yaml=to_stored_yaml(given),
         fresh=False,
         tokenizer=setup.tokenizer.to_json(),

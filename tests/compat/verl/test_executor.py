@@ -28,7 +28,7 @@ import ray
 from rollstream.cli import main
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, DataError, RunDirectoryError
-from rollstream.generation.runner import run_generation
+from rollstream.generation.run import run_generation
 from rollstream.integrations.verl import compose as compose_module
 from rollstream.integrations.verl.compose import compose_verl
 from rollstream.integrations.verl.plugin import register

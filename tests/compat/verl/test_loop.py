@@ -112,7 +112,7 @@ async def test_a_worker_that_could_not_be_made_is_made_anew(
     """What a trainer shows its rollouts a moment later may be there: a file, a tool's server."""
     made = worker(tmp_path, StreamingAgentLoopWorker)
     with monkeypatch.context() as patched:
-        patched.setattr(loop_module, "make_setup", lambda settings, **_: 1 / 0)
+        patched.setattr(loop_module, "load_agents", lambda settings: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             await made.run_sample(ROW, index=0)
     assert await made.run_sample(ROW, index=0)

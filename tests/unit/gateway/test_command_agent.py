@@ -176,7 +176,7 @@ async def test_an_engine_s_error_is_told_whatever_the_program_makes_of_it(tmp_pa
     assert (failure.stage, failure.error) == ("engine", "EngineError: no such ids")
 
 
-def test_a_listed_loop_has_the_settings_of_the_run_under_its_own(tmp_path: Path) -> None:
+async def test_a_listed_loop_has_the_settings_of_the_run_under_its_own(tmp_path: Path) -> None:
     listed = tmp_path / "agents.yaml"
     listed.write_text(
         "- {name: planner, _target_: rollstream.gateway.command_agent.CommandAgent, command: [plan],\n"
@@ -193,7 +193,7 @@ def test_a_listed_loop_has_the_settings_of_the_run_under_its_own(tmp_path: Path)
             ]
         )
     )
-    loops = load_agents(settings).loops
+    loops = (await load_agents(settings)).loops
     planner, plain = (read_options(loops.entry(name).options) for name in ("planner", "command_agent"))
     assert (planner.command, plain.command) == (["plan"], ["act"])
     assert (planner.outcome, planner.timeout, planner.limits.memory) == ("result", 95.0, 100)

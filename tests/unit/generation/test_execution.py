@@ -1,7 +1,6 @@
 """What of a run's configuration reaches its workers, and what they make of it."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from omegaconf import OmegaConf
 from rollstream.config.load import compose
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
-from rollstream.generation.execution import SetupRecipe, _worker_config
+from rollstream.generation.execution import SetupRecipe, worker_config
 from rollstream.trajectory import PromptRow, Rollout
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -18,8 +17,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 def config(*words: str, workers: int = 3, urls: Any = None) -> Any:
     composed = compose([f"actor_rollout_ref.model.path={MODEL_PATH}", *words])
-    prepared: Any = SimpleNamespace(config=composed)
-    return OmegaConf.create(_worker_config(prepared, workers, urls))
+    return OmegaConf.create(worker_config(composed, workers, urls))
 
 
 def test_workers_share_the_limits_of_an_endpoint() -> None:
@@ -30,12 +28,6 @@ def test_workers_share_the_limits_of_an_endpoint() -> None:
     assert config(*words).actor_rollout_ref.rollout.engine_kwargs == {}
     with pytest.raises(ConfigError, match=r"tokens_per_minute=7 is less than one for each of 8 workers"):
         config(*words, limits, workers=8)
-
-
-def test_other_engines_have_no_such_limits() -> None:
-    limits = f"{ROLLOUT}.engine_kwargs={{requests_per_minute: 100}}"
-    kwargs = config(f"{ROLLOUT}.name=sglang", limits).actor_rollout_ref.rollout.engine_kwargs
-    assert kwargs == {"requests_per_minute": 100}
 
 
 def test_workers_are_told_the_urls_of_now_and_nothing_of_the_launch() -> None:
@@ -64,7 +56,7 @@ async def test_each_worker_has_a_transformers_engine_of_its_own(tmp_path: Path) 
         ),
         loop_names=("single_turn_agent",),
         shows_images=False,
-        first_data_source="test",
+        data_sources=("test",),
         log_dir=str(tmp_path),
         follows=False,
     )

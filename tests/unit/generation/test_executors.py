@@ -9,8 +9,8 @@ import pytest
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
-from rollstream.generation.runner import run_generation
-from rollstream.generation.setup import check_executor
+from rollstream.generation.plan import check_executor
+from rollstream.generation.run import run_generation
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ON_RAY = (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.launch.server=rollstream", f"{ROLLOUT}.launch.where=ray")
@@ -41,7 +41,7 @@ import sys
 from rollstream.agent.registry import register
 from rollstream.agent.single_turn import SingleTurnAgent
 from rollstream.errors import ConfigError
-from rollstream.generation.runner import run_generation
+from rollstream.generation.run import run_generation
 from rollstream.reward.rules import register_reward
 
 @register("in_this_process")

@@ -2,14 +2,15 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
-from rollstream.engine.registry import data_deciding_kwargs
 from rollstream.errors import IdentityMismatchError
 from rollstream.generation.identity import adopted_manifest, build_identity, model_digest
 from rollstream.store.manifest import Manifest, new_manifest
@@ -17,20 +18,15 @@ from rollstream.store.manifest import Manifest, new_manifest
 
 def identity(*words: str, model: Path = MODEL_PATH) -> dict[str, object]:
     settings = to_settings(compose([f"actor_rollout_ref.model.path={model}", *words]))
-    return build_identity(
-        settings,
-        tokenizer_digest="t",
-        agents={"agent.loops.single_turn_agent": "l"},
-        images_digest=None,
-        tools_digest=None,
-        shown_tools_digest=None,
-        reward_digest="r",
-        dataset_fingerprint="f",
-        dataset_rows=3,
-        engine_settings=data_deciding_kwargs(
-            settings.actor_rollout_ref.rollout.name, settings.actor_rollout_ref.rollout.engine_kwargs
-        ),
+    setup: Any = SimpleNamespace(
+        settings=settings,
+        tokenizer=SimpleNamespace(digest=lambda: "t"),
+        images=None,
+        shown_tools=[],
+        agents=SimpleNamespace(tools=ToolBox()),
+        reward=SimpleNamespace(source_digest="r"),
     )
+    return build_identity(setup, {"agent.loops.single_turn_agent": "l"}, fingerprint="f", rows=3)
 
 
 @pytest.mark.parametrize(

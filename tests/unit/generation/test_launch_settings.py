@@ -10,8 +10,7 @@ from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
 from rollstream.generation.command import launched_commands
 from rollstream.generation.identity import launch_identity
-from rollstream.generation.setup import launches_on_ray
-from rollstream.rollout.setup import in_flight_limit, launch_request, launched_where
+from rollstream.rollout.setup import in_flight_limit, launch_request, launches_on_ray
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SERVE = (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.launch.server=rollstream")
@@ -39,66 +38,6 @@ def test_what_to_launch_is_refused_where_nothing_is_launched(words: tuple[str, .
     given = settings(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.launch.replicas=2", *words)
     with pytest.raises(ConfigError, match=r"launch\.\* \(replicas\) is for servers that rollstream starts"):
         launch_request(given)
-
-
-def test_every_key_reaches_the_request() -> None:
-    request = launch_request(
-        settings(
-            f"{ROLLOUT}.name=vllm",
-            f"{ROLLOUT}.tensor_model_parallel_size=2",
-            f"{ROLLOUT}.pipeline_model_parallel_size=3",
-            f"{ROLLOUT}.data_parallel_size=4",
-            f"{ROLLOUT}.gpu_memory_utilization=0.7",
-            f"{ROLLOUT}.dtype=bfloat16",
-            f"{ROLLOUT}.load_format=pt",
-            f"{ROLLOUT}.launch.replicas=5",
-            f"{ROLLOUT}.launch.python=/py",
-            f"{ROLLOUT}.launch.args={{max_num_seqs: 9}}",
-            f"{ROLLOUT}.launch.env={{OMP_NUM_THREADS: 1, EMPTY: null}}",
-            f"{ROLLOUT}.launch.startup_timeout=11",
-            f"{ROLLOUT}.launch.unhealthy_timeout=12",
-            f"{ROLLOUT}.launch.max_restarts=13",
-            f"{ROLLOUT}.launch.restart_delay=14",
-            f"{ROLLOUT}.launch.restart_delay_max=15",
-            "trainer.nnodes=16",
-            "trainer.n_gpus_per_node=17",
-            "generation.seed=18",
-            "actor_rollout_ref.model.trust_remote_code=true",
-            "actor_rollout_ref.model.tokenizer_path=tok",
-        )
-    )
-    assert request is not None
-    assert (request.tensor_parallel, request.pipeline_parallel, request.data_parallel) == (2, 3, 4)
-    assert (request.gpu_memory_utilization, request.dtype, request.load_format) == (0.7, "bfloat16", "pt")
-    assert (request.server, request.replicas, request.python) == ("auto", 5, "/py")
-    assert (request.args, request.env) == ({"max_num_seqs": 9}, {"OMP_NUM_THREADS": "1", "EMPTY": ""})
-    assert (request.startup_timeout, request.unhealthy_timeout) == (11, 12)
-    assert (request.max_restarts, request.restart_delay, request.restart_delay_max) == (13, 14, 15)
-    assert (request.nodes, request.devices_per_node, request.seeds) == (16, 17, True)
-    assert (request.trust_remote_code, request.tokenizer_path) == (True, "tok")
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        (f"{ROLLOUT}.launch.replicas=0", "at least 1"),
-        (f"{ROLLOUT}.launch.servr=vllm", r"did you mean '.*launch\.server'"),
-        (f"{ROLLOUT}.launch.server=tgi", "must be one of auto, sglang, vllm, rollstream"),
-        (f"{ROLLOUT}.launch.startup_timeout=0", "above 0"),
-        (f"{ROLLOUT}.gpu_memory_utilization=1.5", "at most 1"),
-        (f"{ROLLOUT}.tensor_model_parallel_size=0", "at least 1"),
-        ("trainer.n_gpus_per_node=-1", "at least 0"),
-        ("trainer.nnodes=0", "at least 1"),
-    ],
-)
-def test_wrong_values_are_named(word: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        settings(word)
-
-
-def test_an_environment_holds_texts() -> None:
-    with pytest.raises(ConfigError, match=r"launch\.env\.A must be a text"):
-        launch_request(settings(*SERVE, f"{ROLLOUT}.launch.env={{A: [1]}}"))
 
 
 def test_layout_is_free_and_what_decides_the_data_is_not() -> None:
@@ -145,11 +84,6 @@ def test_arguments_that_say_which_model_answers_decide_the_data(name: str) -> No
     assert "launch.args.engine-kwargs" not in serve
 
 
-def test_other_arguments_and_variables_may_change() -> None:
-    words = (f"{ROLLOUT}.launch.env={{TMPDIR: /x}}", f"{ROLLOUT}.launch.args={{enforce_eager: true}}")
-    assert launch_identity(settings(f"{ROLLOUT}.name=vllm", *words)) == {}
-
-
 @pytest.mark.parametrize(
     "word",
     [
@@ -174,16 +108,6 @@ def test_what_only_sounds_like_a_secret_is_taken() -> None:
     assert launch_request(settings(*words)) is not None
 
 
-def test_the_plan_can_be_shown() -> None:
-    commands = launched_commands(
-        settings(*SERVE, f"{ROLLOUT}.launch.replicas=2", f"{ROLLOUT}.launch.env={{A: 1}}"), Path("logs")
-    )
-    assert len(commands) == 2
-    assert commands[0]["env"] == {"A": "1"}
-    assert commands[1]["command"][-2:] == ["--port", "CHOSEN_AT_START"]
-    assert launched_commands(settings(), Path("logs")) == []
-
-
 RAY = "generation.executor=ray"
 AUTO = "ray_kwargs.ray_init.address=auto"
 
@@ -205,7 +129,6 @@ def test_servers_are_launched_where_the_run_has_gone(
     words: tuple[str, ...], environ: dict[str, str], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = settings(*SERVE, *words)
-    assert launched_where(given, environ) == where
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -223,11 +146,6 @@ def test_on_ray_the_commands_name_what_a_node_fills_in(tmp_path: Path) -> None:
     assert one["command"][one["command"].index("--log-dir") + 1] == "<logs>"
     request = launch_request(given)
     assert request is not None and request.actor_options == {"num_cpus": 2}
-
-
-def test_a_place_without_servers_to_launch_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"launch\.\* \(where\)"):
-        launch_request(settings(f"{ROLLOUT}.name=openvino", f"{ROLLOUT}.launch.where=ray"))
 
 
 def test_what_a_replica_may_not_claim_is_refused_without_a_cluster(tmp_path: Path) -> None:

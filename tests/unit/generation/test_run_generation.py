@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 
 from rollstream.config.load import to_settings
 from rollstream.errors import ConfigError
-from rollstream.generation.runner import as_config, run_generation
+from rollstream.generation.run import as_config, run_generation
 
 
 def test_forms_of_a_configuration() -> None:

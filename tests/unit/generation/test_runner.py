@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollstream.generation.runner import FailureStreak
+from rollstream.generation.run import FailureStreak
 from rollstream.trajectory import Failure
 
 

@@ -154,23 +154,20 @@ async def _generate(
             f"{', '.join(TRUTH_COLUMNS)} (other columns: {', '.join(sorted(rows.columns)):.300})"
         )
     settings = read_settings(data, await _find_engine(data, settings.generation.engine_timeout))
-    agents = await asyncio.to_thread(load_agents, settings, loops=loops, tools=data.get("tools"))
-    await agents.tools.describe()
+    agents = await load_agents(settings, loops=loops, tools=data.get("tools"))
     loop = settings.actor_rollout_ref.rollout.agent.default_agent_loop
     if agents.loops.entry(loop).loop.needs_tools and not agents.tools.schemas:
         raise ConfigError(f"agent loop {loop!r} has no tools: name some by the parameter tools")
     async with contextlib.AsyncExitStack() as stack:
         _end_if_stuck()
         stack.callback(faulthandler.cancel_dump_traceback_later)
-        setup = await asyncio.to_thread(
-            build_setup, settings, agents, shows_images=rows.has_images, reward=reward
-        )
+        setup = await build_setup(settings, agents, shows_images=rows.has_images, reward=reward)
         agents.check({loop}, setup.tokenizer, show_tools=True, images=rows.has_images)
         stack.callback(asyncio.create_task(_watch_loop()).cancel)
         stack.push_async_callback(setup.close)
         engine = setup.create_engine(Path())
         stack.push_async_callback(engine.close)
-        await asyncio.gather(engine.start(), setup.prepare_reward_for(source))
+        await asyncio.gather(engine.start(), setup.prepare_reward([source]))
         for name in setup.sampling.extra.keys() - {*engine.capabilities.extra_sampling}:
             names = [key.partition(".")[2] for key in _PARAMETERS if key.startswith("sampling_params.")]
             names += engine.capabilities.extra_sampling

@@ -11,18 +11,12 @@ from typing import Any
 import orjson
 from omegaconf import DictConfig
 
-from rollstream.config.load import compose, to_settings
+from rollstream.config.load import compose, is_set, refuse_keys, to_settings
 from rollstream.data.prompts import load_prompts
 from rollstream.data.row import parse_row
 from rollstream.data.values import BadRow, to_jsonable
 from rollstream.errors import ConfigError, DataError
-from rollstream.integrations.configured_groups import (
-    Layers,
-    is_set,
-    refuse_keys,
-    refuse_without_effect,
-    resolve_config,
-)
+from rollstream.integrations.configured_groups import Layers, refuse_without_effect, resolve_config
 from rollstream.sampling import sampling_of_row
 from rollstream.trajectory import PromptRow, SamplingParams
 

@@ -20,11 +20,11 @@ from rollstream.data.first_look import LOOKED_AT, first_look
 from rollstream.engine.base import Capabilities, Engine
 from rollstream.engine.continuation import ContinuingEngine, OnUpdate
 from rollstream.errors import ConfigError, GroupFailedError, TrainingError
-from rollstream.integrations.configured_groups import build_worker, make_setup
+from rollstream.integrations.configured_groups import build_worker, check_scores
 from rollstream.integrations.trl.environment import RolloutEnvironment, TrainerSays, refuse_sampling
 from rollstream.reward.rules import RuleReward
 from rollstream.rollout.availability import EngineAvailability
-from rollstream.rollout.setup import RolloutSetup, in_flight_limit
+from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, load_agents
 from rollstream.rollout.worker import make_failure
 from rollstream.rollout.worker_host import BuiltWorker
 from rollstream.scratch import ScratchFolder
@@ -88,9 +88,10 @@ class EnvironmentGroups:
 
     async def start(self) -> None:
         settings = to_settings(await in_daemon_thread(self._environment.resolve, self._trainer))
-        to_score = self._rows() if self._scores else None
-        setup = await make_setup(settings, shows_images=False, to_score=to_score)
+        setup = await build_setup(settings, await load_agents(settings))
         self._opened.push_async_callback(setup.close)
+        if self._scores:
+            await in_daemon_thread(check_scores, setup, self._rows())
         refuse_sampling(setup.sampling, self._trainer.temperature)
         setup.images = None  # what a tool shows could not be trained on
         _check_tokenizer(self._trainer.tokenizer, setup)

@@ -13,7 +13,7 @@ import contextlib
 import importlib.util
 import logging
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,12 @@ from omegaconf import DictConfig, OmegaConf
 from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
 from rollstream.daemon_threads import in_daemon_thread
-from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.base import Engine
-from rollstream.engine.registry import check_capabilities, check_engine_config, data_deciding_kwargs
+from rollstream.engine.registry import check_capabilities, check_engine_config
 from rollstream.errors import ConfigError, DataError
 from rollstream.generation.execution import Execution, Start, join_cluster, start_in_workers
-from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
-from rollstream.generation.setup import Prepared, manifest_for, take_shard
+from rollstream.generation.plan import Plan, manifest_for, take_shard
 from rollstream.integrations.verl.compose import compose_verl, loop_names, own_servers, verl_identity
 from rollstream.integrations.verl.recipe import (
     VerlLoops,
@@ -49,7 +47,7 @@ _NEEDED = ("verl", "ray", "torch", "tensordict", "cachetools", "uvicorn", "fasta
 
 
 class VerlExecutor:
-    """See `rollstream.generation.setup.ExecutorElsewhere`."""
+    """See `rollstream.generation.plan.ExecutorElsewhere`."""
 
     def check_installed(self) -> None:
         """Raises `ConfigError` with what is missing."""
@@ -60,24 +58,25 @@ class VerlExecutor:
                 f"{'is' if len(missing) == 1 else 'are'} not installed: pip install 'rollstream[verl]'"
             )
 
-    async def prepare(self, config: DictConfig) -> Prepared:
-        """See `setup.prepare`."""
-        return await in_daemon_thread(_prepare, config)
+    async def plan(self, config: DictConfig) -> Plan:
+        """See `ExecutorElsewhere`."""
+        settings = to_settings(config)
+        _check(settings)
+        return await in_daemon_thread(_plan, config, settings, await plain_setup(settings, VerlLoops()))
 
     async def start(self, start: Start) -> Execution:
         """See `execution.start_execution`."""
-        assert isinstance(start.prepared, VerlPrepared)
-        return await _start(start, start.prepared)
+        return await _start(start)
 
 
 @dataclass(slots=True)
-class VerlPrepared(Prepared):
+class VerlPlan(Plan):
     """A run whose rows and loops are verl's."""
 
-    def create_plain_engine(self, log_dir: Path) -> Engine:
+    def create_engine(self, log_dir: Path) -> Engine:
         if own_servers(self.settings):
             raise ConfigError("servers that verl starts show what they can when a run begins, not before")
-        return Prepared.create_plain_engine(self, log_dir)
+        return Plan.create_engine(self, log_dir)
 
     def prompt_tools(self, row: PromptRow) -> list[dict[str, Any]] | None:
         return None  # verl's loops show their own
@@ -86,16 +85,9 @@ class VerlPrepared(Prepared):
         """Nothing: verl's loops cut prompts that are too long."""
 
 
-def _prepare(config: DictConfig) -> VerlPrepared:
-    resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
-    assert isinstance(resolved, DictConfig)
-    resolve_tasks_into_config(resolved)
-    settings = to_settings(resolved)
-    check_exports(settings.generation.export)
-    _check(settings)
+def _plan(config: DictConfig, settings: Settings, setup: RolloutSetup) -> VerlPlan:
     rollout = settings.actor_rollout_ref.rollout
     verl_config = compose_verl(settings)
-    setup = plain_setup(settings, VerlLoops())
     if own_servers(settings):
         check_own_servers(settings, setup, str(verl_config.actor_rollout_ref.rollout.name))
     else:
@@ -123,28 +115,11 @@ def _prepare(config: DictConfig) -> VerlPrepared:
         {rollout.agent.default_agent_loop, *dataset.agent_names()},
         loop_names(rollout.agent.agent_loop_config_path),
     )
-    identity = build_identity(
-        settings,
-        tokenizer_digest=setup.tokenizer.digest(),
-        agents=verl_identity(settings, verl_config),
-        images_digest=None,
-        tools_digest=None,
-        shown_tools_digest=None,
-        reward_digest=setup.reward.source_digest,
-        dataset_fingerprint=dataset.fingerprint,
-        dataset_rows=len(dataset),
-        engine_settings=data_deciding_kwargs(rollout.name, rollout.engine_kwargs),
-    )
-    known = {one.name: getattr(setup, one.name) for one in fields(RolloutSetup)} | {"settings": settings}
-    prepared = VerlPrepared(**known, config=resolved, dataset=dataset)
+    agents, rows = verl_identity(settings, verl_config), len(dataset)
+    identity = build_identity(setup, agents, fingerprint=dataset.fingerprint, rows=rows)
+    setup.settings = settings
     packages = ("verl", "ray", "tensordict")
-    prepared.manifest = manifest_for(
-        *(resolved, dataset, identity),
-        n=rollout.n,
-        packages=packages,
-        pad_token_id=setup.tokenizer.pad_id,
-    )
-    return prepared
+    return VerlPlan(setup, config, dataset, manifest_for(config, setup, dataset, identity, packages=packages))
 
 
 def _check(settings: Settings) -> None:
@@ -196,12 +171,12 @@ def check_own_servers(settings: Settings, setup: RolloutSetup, name: str) -> Non
         ) from error
 
 
-async def _start(start: Start, prepared: VerlPrepared) -> Execution:
-    start.stack.push_async_callback(prepared.close)
-    config = compose_verl(prepared.settings)
+async def _start(start: Start) -> Execution:
+    plan = start.plan
+    config = compose_verl(plan.settings)
     stream = await in_daemon_thread(importlib.import_module, "rollstream.integrations.verl.stream")
     client = None
-    if starts_servers := own_servers(prepared.settings):
+    if starts_servers := own_servers(plan.settings):
         await join_cluster(start)
         client_module = importlib.import_module("rollstream.integrations.verl.client")
         servers = client_module.StreamingLLMServerManager(config)
@@ -214,8 +189,8 @@ async def _start(start: Start, prepared: VerlPrepared) -> Execution:
             verl_config=config,
             worker=stream.StreamingAgentLoopWorker,
             client=client,
-            loop_names=tuple(prepared.loop_names),
-            first_data_source=prepared.first_data_source,
+            loop_names=tuple(plan.loop_names),
+            data_sources=tuple(plan.scored_sources[:1]),
             log_dir=str(start.log_dir.absolute()),
             follows=follows,
         )

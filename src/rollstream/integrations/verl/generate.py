@@ -20,9 +20,9 @@ from verl import DataProto
 from rollstream.config.load import to_settings
 from rollstream.engine.base import Engine
 from rollstream.errors import DataError, GenerationStoppedError, GroupFailedError
-from rollstream.integrations.configured_groups import Layers, build_worker, make_setup, resolve_config
+from rollstream.integrations.configured_groups import Layers, build_worker, resolve_config
 from rollstream.integrations.verl.loop import to_row
-from rollstream.rollout.setup import RolloutSetup, in_flight_limit
+from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, load_agents
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.scratch import ScratchFolder
 from rollstream.store.batch import SCHEMA
@@ -148,7 +148,7 @@ class SequenceGenerator:
             self._under_way.discard(future)
 
     async def _start(self) -> None:
-        self._setup = await make_setup(self._settings, shows_images=False, to_score=None)
+        self._setup = await build_setup(self._settings, await load_agents(self._settings))
         self._engine = self._setup.create_engine(self._logs.path)
         await self._engine.start()
         self._worker = build_worker(self._setup, self._engine, ()).worker

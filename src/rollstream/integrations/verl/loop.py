@@ -17,11 +17,11 @@ from rollstream.agent.context import ContextAgent
 from rollstream.data.row import parse_row
 from rollstream.data.values import to_jsonable
 from rollstream.errors import ConfigError, DataError, GroupFailedError
-from rollstream.integrations.configured_groups import make_setup
 from rollstream.integrations.verl.compose import to_rollstream
 from rollstream.integrations.verl.recipe import ClientEngine, verl_servers
 from rollstream.integrations.verl.sampling import row_sampling
 from rollstream.integrations.verl.worker import current_calls
+from rollstream.rollout.setup import build_setup, load_agents
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.trajectory import Failure, PromptRow, Trajectory
 
@@ -80,7 +80,7 @@ class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
                 "verl's custom_chat_template is a text, and rollstream takes a file: put it into one and name "
                 "that in this loop's overrides (actor_rollout_ref.model.custom_chat_template=FILE)"
             )
-        setup = await make_setup(settings, shows_images=False, to_score=None)
+        setup = await build_setup(settings, await load_agents(settings))
         if settings.custom_reward_function.path is None:  # verl scores
             setup.reward = None  # type: ignore[assignment]
         servers = verl_servers(self.config.actor_rollout_ref.rollout.name)

@@ -22,9 +22,9 @@ from rollstream.config.settings import Settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Capabilities, Engine
 from rollstream.engine.ray_package import submit
+from rollstream.engine.registry import engine_kind
 from rollstream.errors import ConfigError, EngineError, EngineLostError
 from rollstream.generation.execution import follower, worker_log_dir
-from rollstream.generation.setup import EMBEDDED_ENGINES
 from rollstream.integrations.verl.compose import NAME
 from rollstream.integrations.verl.rows import VerlRow
 from rollstream.integrations.verl.sampling import Lengths, to_verl
@@ -78,7 +78,8 @@ class VerlRecipe:
     client: Any
     """A `StreamingLLMServerClient` of servers that verl started; None: each worker has an engine of rollstream's."""
     loop_names: tuple[str, ...]
-    first_data_source: str
+    data_sources: tuple[str, ...]
+    """Their rules are tried at start."""
     log_dir: str = ""
     """Of the run, for an engine's log."""
     follows: bool = False
@@ -87,7 +88,7 @@ class VerlRecipe:
     async def build(self, number: int) -> BuiltWorker:
         """See `WorkerRecipe`."""
         loops = VerlLoops()
-        setup = await in_daemon_thread(plain_setup, self.settings, loops)
+        setup = await plain_setup(self.settings, loops)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(setup.close)
             client, follow = self.client, None
@@ -95,13 +96,12 @@ class VerlRecipe:
                 plain = setup.create_plain_engine(worker_log_dir(self.log_dir, number))
                 engine = setup.interruptible(plain)
                 stack.push_async_callback(engine.close)
-                await engine.start()
-                setup.check_engine(engine)
+                await setup.start_engine(engine)
                 client = await in_daemon_thread(self._client_of, engine)
                 follow = follower(setup, plain) if self.follows else None
             else:
                 engine = ClientEngine(client, verl_servers(self.verl_config.actor_rollout_ref.rollout.name))
-            await setup.prepare_reward_for(self.first_data_source)
+            await setup.prepare_reward(self.data_sources)
             loops.worker, context = await in_daemon_thread(self._make_worker, client)
             stack.push_async_callback(in_daemon_thread, _end_traces, context)
             built = setup.make_worker(engine, list(self.loop_names))
@@ -111,7 +111,7 @@ class VerlRecipe:
                 worker=SampleWorker(built.worker, context),  # type: ignore[arg-type]
                 close=stack.pop_all().aclose,
                 owns_engine=self.client is None
-                and self.settings.actor_rollout_ref.rollout.name in EMBEDDED_ENGINES,
+                and engine_kind(self.settings.actor_rollout_ref.rollout.name).is_embedded,
                 follow=follow,
             )
 
@@ -152,13 +152,13 @@ def _end_traces(context: _Context) -> None:
         getattr(tracer, end[str(RolloutTraceConfig.get_backend())])()
 
 
-def plain_setup(settings: Settings, loops: AgentLoops) -> RolloutSetup:
-    """What a run has of rollstream's: tokenizer, reward, sampling. Slow. Raises `ConfigError`.
+async def plain_setup(settings: Settings, loops: AgentLoops) -> RolloutSetup:
+    """What a run has of rollstream's: tokenizer, reward, sampling. Raises `ConfigError`.
 
     Tools and interactions are verl's: those of its kind are no classes of rollstream's.
     """
     plain = replace(settings, data=replace(settings.data, tool_config_path=None))
-    return build_setup(plain, Agents(loops, ToolBox(), Interactions()), shows_images=False)
+    return await build_setup(plain, Agents(loops, ToolBox(), Interactions()))
 
 
 class VerlLoop(AgentLoop):

@@ -75,7 +75,7 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
             worker=self.worker_class,
             client=self.llm_client,
             loop_names=(self.rollout_config.agent.default_agent_loop,),
-            first_data_source="unknown",
+            data_sources=("unknown",),
         )
         results = _Results()
         run = WorkersExecutor(

@@ -8,8 +8,8 @@ import pytest
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
-from rollstream.generation.runner import run_generation
-from rollstream.generation.setup import check_executor
+from rollstream.generation.plan import check_executor
+from rollstream.generation.run import run_generation
 from rollstream.integrations.verl.executor import check_own_servers
 from rollstream.integrations.verl.recipe import VerlLoops, plain_setup
 
@@ -59,12 +59,12 @@ def test_overrides_are_for_this_executor(tmp_path: Path) -> None:
         ("vllm", "actor_rollout_ref.rollout.launch.where=ray", r"launch is for rollstream's"),
     ],
 )
-def test_what_servers_of_verls_do_not_take_is_refused(
+async def test_what_servers_of_verls_do_not_take_is_refused(
     tmp_path: Path, name: str, word: str, message: str | None
 ) -> None:
     override = f'generation.verl_overrides=["actor_rollout_ref.rollout.name={name}"]'
     settings = to_settings(compose(words(tmp_path, override, word)))
-    setup = plain_setup(settings, VerlLoops())
+    setup = await plain_setup(settings, VerlLoops())
     if message is None:
         check_own_servers(settings, setup, name)
     else:

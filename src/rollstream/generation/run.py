@@ -1,4 +1,7 @@
-"""A generation run from start to artifact."""
+"""A generation run from start to artifact.
+
+make_plan -> open the run directory -> start_execution -> executor -> StoreWriter -> merge, export, upload
+"""
 
 import asyncio
 import logging
@@ -7,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +27,9 @@ from rollstream.errors import ConfigError, RunDirectoryError, StorageError
 from rollstream.generation.exports import exporter
 from rollstream.generation.identity import adopted_manifest
 from rollstream.generation.logs import log_to_file
+from rollstream.generation.plan import InMemory, Plan, make_plan, peek_manifest
 from rollstream.generation.progress import Snapshot, Waits, progress_console, show_progress
 from rollstream.generation.result import GenerationResult
-from rollstream.generation.setup import InMemory, Prepared, peek_manifest, prepare
 from rollstream.generation.tracking import Reporter, TrackedRun, load_trackers, tracked_run
 from rollstream.generation.upload import upload_trajectories
 from rollstream.reward.base import FunctionReward
@@ -99,7 +102,7 @@ def run_generation(
     else:
         raise RuntimeError(
             "run_generation starts an event loop and one is running here (as in a notebook): "
-            "use `await rollstream.generation.runner.generate(as_config(...))`, or iterate over "
+            "use `await rollstream.generation.run.generate(as_config(...))`, or iterate over "
             "`rollstream.generate(...)`"
         )
     tree = as_config(config)
@@ -157,62 +160,65 @@ async def generate(
     Raises:
         RollstreamError: see `rollstream.errors`.
     """
-    stop, started = stop or StopSignals(), time.monotonic()
+    started = time.monotonic()
+    hooks = _Hooks(stop or StopSignals(), console or progress_console(), on_ready, on_rollout, on_executor)
     with Waits() as waits:
-        prepared = await stop.unless_stopped(
-            prepare(config, peek_manifest(config), waits.begin, given or InMemory())
+        plan = await hooks.stop.unless_stopped(
+            make_plan(config, peek_manifest(config), waits.begin, given or InMemory())
         )
-        settings = prepared.settings.generation
+        settings = plan.settings
         async with AsyncExitStack() as stack:
-            reporter = Reporter(load_trackers(prepared.settings.trainer.logger), settings.metrics_port)
+            reporter = Reporter(load_trackers(settings.trainer.logger), settings.generation.metrics_port)
             await reporter.listen()
             stack.push_async_callback(reporter.end_server)
             waits.begin("opening the run directory")
-            run = await _opened(prepared, stack)
+            # Closed also where this is cancelled meanwhile.
+            directory = await finish_despite_cancellation(in_daemon_thread(_open, plan, stack))
             waits.begin(None)
-            stack.enter_context(log_to_file(run.paths.logs, settings.log_level))
-            one = _Run(
-                *(prepared, run, stop, console or progress_console(), on_ready, reporter, waits),
-                *(on_rollout, on_executor),
-            )
+            stack.enter_context(log_to_file(directory.paths.logs, settings.generation.log_level))
+            run = _Run(plan, directory, hooks, reporter, waits)
             # Before the lock is given back: trackers write into the run directory, too.
-            stack.push_async_callback(one.end_reports)
-            return await one.whole(started)
+            stack.push_async_callback(run.end_reports)
+            return await run.whole(started)
 
 
-async def _opened(prepared: Prepared, stack: AsyncExitStack) -> RunDirectory:
-    """Opens the run in a thread; `stack` closes it, also when this was cancelled meanwhile."""
+@dataclass(frozen=True, slots=True)
+class _Hooks:
+    """Whoever watches a run, and may end it; see `generate`."""
 
-    async def opened() -> RunDirectory:
-        run = await in_daemon_thread(_open, prepared)
-        stack.callback(run.close)
-        return run
+    stop: StopSignals
+    console: Console
+    on_ready: Callable[[], object] | None
+    on_rollout: OnRollout | None
+    on_executor: OnExecutor | None
 
-    return await finish_despite_cancellation(opened())
 
-
-def _open(prepared: Prepared) -> RunDirectory:
-    root, mode = prepared.run_dir, prepared.settings.generation.resume
+def _open(plan: Plan, stack: AsyncExitStack) -> RunDirectory:
+    """Opens the run, with the settings asked for where they change nothing that is done; `stack` closes it."""
+    root, mode = plan.run_dir, plan.settings.generation.resume
     lock = lock_run(root)
     try:
         if mode != "never":
-            _adopt(root, prepared)
+            _adopt(root, plan)
         if mode == "extend":
-            extend_run(root, prepared.manifest, prepared.visited_keys, prepared.config_yaml)
+            extend_run(root, plan.manifest, plan.visited_keys, plan.config_yaml)
     except BaseException:
         lock.release()
         raise
-    return open_run(
-        *(lock, root, prepared.manifest),
-        config_yaml=prepared.config_yaml,
+    run = open_run(
+        lock,
+        root,
+        plan.manifest,
+        config_yaml=plan.config_yaml,
         fresh=mode == "never",
-        tokenizer=prepared.tokenizer.to_json(),
+        tokenizer=plan.setup.tokenizer.to_json(),
     )
+    stack.callback(run.close)
+    return run
 
 
-def _adopt(root: Path, prepared: Prepared) -> None:
-    """Gives a run directory the settings asked for, where they change nothing that is done in it."""
-    adopted, nothing_done = check_run_directory(prepared, read_manifest(root))
+def _adopt(root: Path, plan: Plan) -> None:
+    adopted, nothing_done = check_run_directory(plan, read_manifest(root))
     if adopted is None:
         return
     paths = RunPaths(root)
@@ -225,11 +231,11 @@ def _adopt(root: Path, prepared: Prepared) -> None:
             root,
             aside,
         )
-    write_file_durably(root / "config.yaml", prepared.config_yaml.encode())
+    write_file_durably(root / "config.yaml", plan.config_yaml.encode())
     write_manifest(root, adopted)
 
 
-def check_run_directory(prepared: Prepared, manifest: Manifest | None) -> tuple[Manifest | None, bool]:
+def check_run_directory(plan: Plan, manifest: Manifest | None) -> tuple[Manifest | None, bool]:
     """The manifest that the run directory is to take, see `adopted_manifest`; whether nothing is done there.
 
     Touches nothing.
@@ -237,7 +243,7 @@ def check_run_directory(prepared: Prepared, manifest: Manifest | None) -> tuple[
     Raises:
         RunDirectoryError: the run directory cannot be used by this run.
     """
-    root, mode = prepared.run_dir, prepared.settings.generation.resume
+    root, mode = plan.run_dir, plan.settings.generation.resume
     if manifest is None or not RunPaths(root).has_data():
         return None, True
     if mode == "never":
@@ -245,34 +251,34 @@ def check_run_directory(prepared: Prepared, manifest: Manifest | None) -> tuple[
             f"{root} already holds a run (created {manifest.created}) and generation.resume=never. "
             "Choose an empty trainer.default_local_dir, or generation.resume=auto to continue it."
         )
-    if manifest.identity == prepared.manifest.identity:
+    if manifest.identity == plan.manifest.identity:
         return None, False
     state = inspect(root)[1]
     nothing_done = not (state.keys.done or state.damage or RunPaths(root).damaged.is_dir())
     adopted = adopted_manifest(
         root,
         manifest,
-        prepared.manifest,
+        plan.manifest,
         extend=mode == "extend",
         nothing_done=nothing_done,
-        unused=_unused_loops(prepared, manifest, state.keys),
-        files=prepared.identity_files(),
+        unused=_unused_loops(plan, manifest, state.keys),
+        files=plan.identity_files(),
     )
     return adopted, nothing_done
 
 
-def _unused_loops(prepared: Prepared, manifest: Manifest, keys: KeyStates) -> set[str]:
+def _unused_loops(plan: Plan, manifest: Manifest, keys: KeyStates) -> set[str]:
     """Identity keys of changed agent loops that made no rollout which is done."""
-    changed = {key for key, _, _ in identity_differences(manifest.identity, prepared.manifest.identity)}
+    changed = {key for key, _, _ in identity_differences(manifest.identity, plan.manifest.identity)}
     if any(key.startswith(DATASET_IDENTITY) for key in changed):
         return set()  # a row may have had another index, so nothing says which loop was its own
-    loops = {name: f"{LOOP_IDENTITY}{name}" for name in prepared.loop_names}
+    loops = {name: f"{LOOP_IDENTITY}{name}" for name in plan.loop_names}
     unused = changed.intersection(loops.values())
-    for index in range(len(prepared.dataset)):
+    for index in range(len(plan.dataset)):
         if not unused:
             break
         if keys.count(np.array([index]))[0]:
-            unused.discard(loops[prepared.loop_name(prepared.dataset.row(index))])
+            unused.discard(loops[plan.loop_name(plan.dataset.row(index))])
     return unused
 
 
@@ -328,32 +334,20 @@ class _Run:
     """One open run while it executes."""
 
     def __init__(
-        self,
-        prepared: Prepared,
-        run: RunDirectory,
-        stop: StopSignals,
-        console: Console,
-        on_ready: Callable[[], object] | None,
-        reporter: Reporter,
-        waits: Waits,
-        on_rollout: OnRollout | None,
-        on_executor: OnExecutor | None,
+        self, plan: Plan, run: RunDirectory, hooks: _Hooks, reporter: Reporter, waits: Waits
     ) -> None:
-        self._prepared = prepared
-        self._settings = prepared.settings.generation
+        self._plan = plan
+        self._settings = plan.settings.generation
         self._directory = run
-        self._stop = stop
-        self._console = console
-        self._on_ready = on_ready
-        self._on_rollout = on_rollout
-        self._on_executor = on_executor
+        self._hooks = hooks
+        self._stop = hooks.stop
         self._codec = RecordCodec()
         self._reporter = reporter
         self._metrics = reporter.metrics
         self._waits = waits
         self._shown: asyncio.Future[None] | None = None
         """The progress line, until everything is sealed."""
-        self._failing = FailureStreak(self._settings.stop_after_failures, len(prepared.dataset.order))
+        self._failing = FailureStreak(self._settings.stop_after_failures, len(plan.dataset.order))
         self._executor: Executor | None = None
         self._window = WindowCounters()
         """What went through so far."""
@@ -363,7 +357,7 @@ class _Run:
 
     async def whole(self, started: float) -> GenerationResult:
         """Generates, seals, merges, exports and uploads. `started`: by the monotonic clock."""
-        prepared, run, state = self._prepared, self._directory, self._directory.state
+        plan, run, state = self._plan, self._directory, self._directory.state
         for line in state.damage:
             logger.warning("damaged: %s", line)
         for line in state.restored:
@@ -393,13 +387,13 @@ class _Run:
         self._waits.begin(None)
         if not_exported is not None:  # only now: what hinders an export is no reason not to upload
             raise not_exported
-        done, failed = state.keys.count(prepared.dataset.order)
+        done, failed = state.keys.count(plan.dataset.order)
         equal = state.rewards.lowest if state.rewards.are_equal else None
-        logger.info("ended: %d of %d done, %d failed", done, prepared.total, failed)
+        logger.info("ended: %d of %d done, %d failed", done, plan.total, failed)
         self._succeeded = True
         return GenerationResult(
             run_dir=run.paths.root,
-            total=prepared.total,
+            total=plan.total,
             completed=done,
             failed=failed,
             unscored=max(done - state.rewards.scored, 0),
@@ -408,7 +402,7 @@ class _Run:
             failed_now=self._window.failed,
             mean_reward=state.rewards.mean,
             equal_rewards=equal,
-            number_truths=(0, 0) if equal is None else prepared.number_truths(),
+            number_truths=(0, 0) if equal is None else plan.number_truths(),
             artifact=run.paths.artifact if artifact_rows else None,
             artifact_rows=artifact_rows,
             elapsed_s=elapsed,
@@ -418,7 +412,7 @@ class _Run:
             tool_calls=self._metrics.tool_calls,
             tool_errors=self._metrics.tool_errors,
             policy_versions=self._metrics.versions,
-            unscored_sources=prepared.unscored_sources,
+            unscored_sources=plan.unscored_sources,
             uploaded=uploaded,
             failure_causes=[FailureCause(*one) for one in self._metrics.causes.values()],
             gave_up=self._gave_up,
@@ -432,15 +426,19 @@ class _Run:
 
     async def _execute(self) -> None:
         """Generates what is owed and seals it."""
-        prepared, run = self._prepared, self._directory
+        plan, run = self._plan, self._directory
         keys = run.state.keys
-        order = prepared.dataset.order
+        order = plan.dataset.order
         done, failed = keys.count(order)
-        owed = prepared.total - done - (0 if self._settings.retry_failed else failed)
+        owed = plan.total - done - (0 if self._settings.retry_failed else failed)
         logger.info(
             "%d prompt rows, %d rollouts: %d done, %d failed, %d owed; engine %s; configuration: %s",
-            *(len(order), prepared.total, done, failed, owed),
-            prepared.settings.actor_rollout_ref.rollout.name,
+            len(order),
+            plan.total,
+            done,
+            failed,
+            owed,
+            plan.settings.actor_rollout_ref.rollout.name,
             run.paths.root / "config.yaml",
         )
         writer = _JudgedWriter(
@@ -467,35 +465,34 @@ class _Run:
             self._reporter.sealed(unsealed_rows=writer.pending_rows, saved_batches=writer.saved_batches)
 
     async def _generate(self, writer: StoreWriter) -> None:
-        from rollstream.generation.execution import (
-            Start,
-            start_execution,
-        )  # not for a run with nothing left to do
+        # Not for a run with nothing left to do.
+        from rollstream.generation.execution import Start, start_execution
 
-        prepared, settings = self._prepared, self._settings
+        plan, settings = self._plan, self._settings
         async with AsyncExitStack() as stack:
             has_workers = settings.executor != "local" or settings.processes > 1
             self._waits.begin(
                 "starting the workers and their engine" if has_workers else "starting the engine"
             )
             execution = await start_execution(
-                Start(prepared, writer, self._directory.paths.logs, self._stop, stack, self._count)
+                Start(plan, writer, self._directory.paths.logs, self._stop, stack, self._count)
             )
             self._waits.begin(None)
-            if prepared.sampling.logprobs:
+            if plan.setup.sampling.logprobs:
                 self._directory.note_logprobs(execution.logprobs)
             executor = self._executor = execution.executor
             self._window = executor.counters
             keys = self._directory.state.keys
-            order = prepared.dataset.order
+            order = plan.dataset.order
 
             # Counted once and then on: rows outside `order` are not of this run's total.
             (done_before, failed_before), all_failed_before = keys.count(order), keys.failed
-            limit = in_flight_limit(prepared.settings)
+            limit = in_flight_limit(plan.settings)
 
             def observe() -> Snapshot:
+                counts = execution.stats.counts
                 return Snapshot(
-                    total=prepared.total,
+                    total=plan.total,
                     done=done_before + self._window.completed,
                     failed=failed_before + keys.failed - all_failed_before,
                     in_flight=self._window.in_flight,
@@ -504,26 +501,26 @@ class _Run:
                     saved_batches=writer.saved_batches,
                     tokens=self._metrics.tokens,
                     mean_reward=self._directory.state.rewards.mean,
-                    waiting=execution.waits(),
-                    retries=execution.retries(),
-                    reward_failed=execution.reward_failed(),
+                    waiting=not execution.stats.is_available,
+                    retries=counts.retries,
+                    reward_failed=counts.reward_errors,
                     limit=limit,
                     replicas=execution.replicas(),
                 )
 
             run = self._directory
             self._reporter.begin(self._tracked(), run.manifest.created)
-            if self._on_ready is not None:
-                self._on_ready()
-            if self._on_executor is not None:
-                self._on_executor(executor)
+            if self._hooks.on_ready is not None:
+                self._hooks.on_ready()
+            if self._hooks.on_executor is not None:
+                self._hooks.on_executor(executor)
             work = asyncio.ensure_future(executor.run(keys.owed(order, retry_failed=settings.retry_failed)))
             companions = {
                 asyncio.ensure_future(self._stop_when_asked(executor)),
-                asyncio.ensure_future(self._reporter.run(observe, execution.engine)),
+                asyncio.ensure_future(self._reporter.run(observe, execution.stats.engine)),
             }
-            if settings.show_progress and "console" in prepared.settings.trainer.logger:
-                self._shown = asyncio.ensure_future(show_progress(observe, self._console))
+            if settings.show_progress and "console" in plan.settings.trainer.logger:
+                self._shown = asyncio.ensure_future(show_progress(observe, self._hooks.console))
             try:
                 shown = set() if self._shown is None else {self._shown}
                 await _until_done(work, {writer.failed, *companions, *shown})
@@ -543,13 +540,12 @@ class _Run:
         Returns the first error; further ones are logged. Raises `DamageError`, `StoppedEarly`.
         """
         first: ConfigError | StorageError | None = None
-        run, pad_id = self._directory, self._prepared.tokenizer.pad_id
+        run, pad_id = self._directory, self._plan.setup.tokenizer.pad_id
         for name in dict.fromkeys(self._settings.export):
             try:
+                images = self._plan.export_images
                 await self._interruptible(
-                    exporter(
-                        *(name, run.paths, run.manifest, self._settings, pad_id, self._prepared.export_images)
-                    )
+                    exporter(name, run.paths, run.manifest, self._settings, pad_id, images)
                 )
             except (ConfigError, StorageError) as error:
                 if first is not None:
@@ -570,7 +566,7 @@ class _Run:
 
     def _tracked(self) -> TrackedRun:
         run = self._directory
-        return tracked_run(run.paths.root, run.manifest, asdict(self._prepared.settings))
+        return tracked_run(run.paths.root, run.manifest, asdict(self._plan.settings))
 
     async def _interruptible(self, work: Callable[[Callable[[], bool]], int]) -> int:
         """Runs `work` in a thread; told to stop, it has ended when this raises, so the lock may go."""
@@ -586,15 +582,20 @@ class _Run:
     def _count(self, result: Rollout | EncodedRollout | Failure) -> None:
         if not isinstance(result, Failure):
             self._metrics.add(result)
-            if self._on_rollout is not None:
-                self._on_rollout(result if isinstance(result, Rollout) else self._codec.decode(result.body))
+            if self._hooks.on_rollout is not None:
+                self._hooks.on_rollout(
+                    result if isinstance(result, Rollout) else self._codec.decode(result.body)
+                )
             return
         self._metrics.add_failure(result)
         level = logging.WARNING if self._window.failed <= _FAILURES_SAID else logging.DEBUG
         logger.log(
             level,
             "rollout (%d, %d) failed after %d attempts: %s",
-            *(result.index, result.repeat, result.attempts, result.error),
+            result.index,
+            result.repeat,
+            result.attempts,
+            result.error,
         )
         if self._window.failed == _FAILURES_SAID:
             logger.warning("further failures are recorded and counted: rollstream status --failed")
@@ -616,7 +617,8 @@ class _Run:
         executor.stop()
         logger.warning(
             "stopping: nothing new is started; %d in flight get %g s to finish (again: stop at once)",
-            *(executor.counters.in_flight, self._settings.grace_period),
+            executor.counters.in_flight,
+            self._settings.grace_period,
         )
         await asyncio.sleep(self._settings.grace_period)
         executor.drop()
@@ -624,7 +626,7 @@ class _Run:
     def _write_checkpoint(self) -> None:
         run = self._directory
         try:
-            write_checkpoint(run.paths, run.manifest, run.state, total=self._prepared.total)
+            write_checkpoint(run.paths, run.manifest, run.state, total=self._plan.total)
         except (OSError, RunDirectoryError) as error:
             logger.warning("cannot write checkpoint.json: %s", error)
 
@@ -641,6 +643,3 @@ async def _until_done(work: "asyncio.Future[None]", companions: "set[asyncio.Fut
         if future.done() and not future.cancelled():
             future.result()
     work.result()
-
-
-__all__ = ["GenerationResult", "StoppedEarly", "as_config", "generate", "run_generation"]
