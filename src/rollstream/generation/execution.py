@@ -121,7 +121,7 @@ async def start_execution(start: Start) -> Execution:
         return await start_in_workers(start, recipe)
     if launches_on_ray(settings):
         await join_cluster(start)
-    engine = plan.setup.create_engine(start.log_dir)
+    engine = plan.create_engine(start.log_dir)
     await start.start_engine(engine)
     plan.check_rows()
     built = plan.setup.make_worker(engine, plan.loop_names)
