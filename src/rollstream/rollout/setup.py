@@ -28,11 +28,7 @@ from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer, NoTokenizer, load_tokenizer
 from rollstream.chat.tool_schema import load_tool_schemas
 from rollstream.config.settings import LaunchSettings, RewardSettings, Settings
-<<<<<<< HEAD
-=======
 from rollstream.daemon_threads import in_daemon_thread
-from rollstream.data.tool_schemas import load_tool_schemas
->>>>>>> 7a7a9d9 (generation, rollout: a run is a Plan with a setup; one async builder for every door)
 from rollstream.engine.base import Engine
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.launch_plan import LaunchRequest, refuse_secrets
