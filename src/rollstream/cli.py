@@ -3,7 +3,7 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -13,20 +13,14 @@ from typing import TYPE_CHECKING
 import orjson
 
 import rollstream
-from rollstream import simulate as simulation
+from rollstream import plugins
 from rollstream.buffer import command as buffer
-from rollstream.demo import init as beginning
+from rollstream.command_line import Command, add_commands, guarded, parse
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.evaluate import command as evaluation
 from rollstream.evaluate import score_command as scoring
-from rollstream.generation import main as generation  # light, as everything here must be
-from rollstream.generation.main import guarded, parse
-from rollstream.integrations.verifiers import command as verifiers
-from rollstream.serving import main as serving
-from rollstream.sessions import command as gateway
 from rollstream.stderr_log import at_work
 from rollstream.untrusted import printable
-from rollstream.view import command as view
 
 if TYPE_CHECKING:
     from rollstream.buffer.export import BufferRun
@@ -44,10 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str] | None) -> int:
     options = parse(build_parser(), arguments)
-    command: Callable[[argparse.Namespace], int] = options.command
+    command: Command = options.command
+    assert command.run is not None
     try:
-        with at_work(options.parser.prog) if command in _SILENT else nullcontext():
-            return command(options)
+        with at_work(options.parser.prog) if command.is_silent else nullcontext():
+            return command.run(options)
     except RollstreamError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | DataError | RunDirectoryError) else 1
@@ -68,133 +63,67 @@ def build_parser() -> argparse.ArgumentParser:
         prog="rollstream", description="Prompts in, durable, training-ready LLM trajectories out."
     )
     parser.add_argument("--version", action="version", version=f"rollstream {rollstream.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    group = "rollstream.commands"
+    found: dict[str, Command] = {name: plugins.load(group, name) for name in plugins.names(group)}
+    add_commands(parser, dict(sorted({**_RUN_COMMANDS, **found}.items())))
+    return parser
 
-    def add(
-        name: str,
-        command: Callable[[argparse.Namespace], int],
-        text: str,
-        *,
-        of_run: bool = False,
-        **kwargs: object,
-    ) -> argparse.ArgumentParser:
-        added = commands.add_parser(
-            name,
-            help=text,
-            description=text[0].upper() + text[1:] + ".",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            **kwargs,  # type: ignore[arg-type]
-        )
-        added.set_defaults(command=command, parser=added)
-        if of_run:
-            added.add_argument("run_dir", type=Path)
-            added.add_argument("--json", action="store_true")
-        return added
 
-    generate = add(
-        "generate",
-        generation.run,
-        "generate trajectories for every prompt of a dataset",
-        epilog=generation.EPILOG,
-    )
-    generation.add_arguments(generate)
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--json", action="store_true")
 
-    begin = add(
-        "init", beginning.run, "write a configuration, prompts and a reward file that run as they are written"
-    )
-    beginning.add_arguments(begin)
 
-    demo = add(
-        "demo",
-        _demo,
-        "generate with the shipped model, task and reward: 256 rollouts into outputs/demo",
-        epilog="Takes the same settings as `rollstream generate`, for example:\n"
-        "  rollstream demo train_tasks.0.size=1000 --output outputs/big\n",
-    )
-    generation.add_arguments(demo)
+def _add_scores(parser: argparse.ArgumentParser) -> None:
+    text = "rewards of `rollstream score` (default: the run's own)"
+    parser.add_argument("--scores", metavar="NAME", help=text)
 
-    serve = add(
-        "serve",
-        _serve,
-        "serve a model over HTTP, by OpenAI's and SGLang's routes",
-        epilog=serving.EPILOG,
-    )
-    serving.add_arguments(serve)
 
-    text = "a durable rollout buffer over HTTP: items in, finished groups out"
-    doors = commands.add_parser("buffer", help=text, description=text).add_subparsers(
-        required=True, metavar="COMMAND"
-    )
-    buffer.add_commands(doors)
-
-    text = "the gateway: agent programs call the run's engine, and become exact-token trajectories"
-    doors = commands.add_parser("gateway", help=text, description=text).add_subparsers(
-        required=True, metavar="COMMAND"
-    )
-    gateway.add_commands(doors)
-
-    simulate = add(
-        "simulate",
-        simulation.run,
-        "predict what asynchronous training would bring: step time, idle shares, staleness",
-        epilog="SECONDS is a number, or a distribution by its mean: lognormal:30:0.8 (sigma), pareto:30:2.5\n"
-        "(alpha), exponential:30. For example, batches of 64 groups on engines that do 128 at once:\n"
-        "  rollstream simulate --generation lognormal:40:0.8 --training 60 --groups 64 --slots 128\n",
-    )
-    simulation.add_arguments(simulate)
-
-    environment = add(
-        "verifiers",
-        verifiers.run,
-        "write an environment of the verifiers package as prompts for a run",
-        epilog=verifiers.EPILOG,
-    )
-    verifiers.add_arguments(environment)
-
-    text = "show what a run directory holds, also while it is written"
-    status = add("status", _status, text, of_run=True)
-    scores = "rewards of `rollstream score` (default: the run's own)"
-    status.add_argument("--scores", metavar="NAME", help=scores)
-    listed = status.add_mutually_exclusive_group()
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    _add_scores(parser)
+    listed = parser.add_mutually_exclusive_group()
     listed.add_argument("--failed", action="store_true", help="all failed rollouts as JSON Lines")
     listed.add_argument("--unscored", action="store_true", help="all rollouts without a reward as JSON Lines")
 
-    text = "read every byte of a run directory and say whether it is sound"
-    validate = add("validate", _validate, text, of_run=True)
-    validate.add_argument(
+
+def _add_validate(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument(
         "--repair",
         action="store_true",
         help="move damaged files to damaged/ and take their rollouts from whatever intact copy there is",
     )
 
-    export = add("export", _export, "write the trajectories of a run or a buffer in another format")
-    export.add_argument("run_dir", type=Path)
-    export.add_argument(
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument(
         "--format",
         choices=["parquet", "jsonl", "sft", "preference", "dataproto", "hf", "atif", "inspect", "zip"],
         default="parquet",
     )
-    export.add_argument(
+    parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
         help="default: in the run directory (docs/export.md); needed where the run is unfinished, being written "
         "or read-only",
     )
-    export.add_argument(
+    parser.add_argument(
         "--force",
         action="store_true",
         help="overwrite FILE if it exists (the run directory's own export is always made anew)",
     )
-    export.add_argument("--scores", metavar="NAME", help=scores)
-    buffer.add_selection(export)
-    sft = export.add_argument_group("sft", "examples for supervised fine-tuning, a line each, none twice")
+    _add_scores(parser)
+    buffer.add_selection(parser)
+    sft = parser.add_argument_group("sft", "examples for supervised fine-tuning, a line each, none twice")
     sft.add_argument("--best", type=int, metavar="N", help="the N best of each prompt (default: all)")
     sft.add_argument("--min-reward", type=float, metavar="X", help="only those with at least this reward")
     sft.add_argument(
         "--tokens", action="store_true", help="the sampled token ids with a mask, instead of chat messages"
     )
-    preference = export.add_argument_group("preference", "pairs of rollouts of one prompt, a line each")
+    preference = parser.add_argument_group("preference", "pairs of rollouts of one prompt, a line each")
     preference.add_argument(
         "--pairs",
         choices=["best", "all"],
@@ -202,7 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="the best with the worst of each prompt, or all whose rewards differ (default: best)",
     )
     preference.add_argument("--min-margin", type=float, metavar="X", help="rewards differ by at least this")
-    dataproto = export.add_argument_group("dataproto", "a pickle that verl.DataProto.load_from_disk reads")
+    dataproto = parser.add_argument_group("dataproto", "a pickle that verl.DataProto.load_from_disk reads")
     dataproto.add_argument(
         "--unscored",
         choices=["error", "keep", "drop"],
@@ -228,13 +157,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="for rows with images: the configuration whose model and prompt rows they are read with",
     )
 
-    hub = export.add_argument_group("hf", "a folder that datasets.load_dataset reads, with a card")
+    hub = parser.add_argument_group("hf", "a folder that datasets.load_dataset reads, with a card")
     hub.add_argument(
         "--push", metavar="REPO", help="upload it to the Hugging Face hub, where you are logged in"
     )
     hub.add_argument("--public", action="store_true", help="a new REPO is public (default: private)")
 
-    archive = export.add_argument_group("zip", "trajectories.zip: the merged artifact and checkpoint.json")
+    archive = parser.add_argument_group("zip", "trajectories.zip: the merged artifact and checkpoint.json")
     archive.add_argument(
         "--upload",
         nargs="?",
@@ -245,59 +174,26 @@ def build_parser() -> argparse.ArgumentParser:
         "of a shard with -I-of-K)",
     )
 
-    merge = add("merge", _merge, "make one run directory of all shards of a run (generation.shard)")
-    merge.add_argument("shards", type=Path, nargs="+", metavar="DIR")
-    merge.add_argument("--output", type=Path, required=True, metavar="DIR", help="the run directory to make")
-    merge.add_argument("--json", action="store_true")
 
-    show = add("show", _show, "show one trajectory: messages, reward, masks", of_run=True)
-    show.add_argument("index", type=int, nargs="?", help="prompt row (default: the first one that is there)")
-    show.add_argument("repeat", type=int, nargs="?", default=0)
-    show.add_argument("--trajectory", type=int, help="one of several trajectories (default: the final one)")
-    show.add_argument("--tokens", action="store_true", help="every token with its mask and log-prob")
+def _add_merge(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shards", type=Path, nargs="+", metavar="DIR")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="the run directory to make")
+    parser.add_argument("--json", action="store_true")
 
-    judged = add(
-        "eval",
-        _eval,
-        "judge runs: mean reward with its interval, pass@k, rates; compare them prompt by prompt",
-        epilog=evaluation.EPILOG,
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument(
+        "index", type=int, nargs="?", help="prompt row (default: the first one that is there)"
     )
-    evaluation.add_arguments(judged)
-    buffer.add_selection(judged)
-
-    scored = add(
-        "score",
-        scoring.run,
-        "score a run's rollouts anew, by another reward, without generating",
-        epilog=scoring.EPILOG,
-    )
-    scoring.add_arguments(scored)
-
-    page = add(
-        "view",
-        view.run,
-        "look at runs, groups, tokens and trainings in a browser",
-        epilog=view.EPILOG,
-    )
-    view.add_arguments(page)
-    return parser
+    parser.add_argument("repeat", type=int, nargs="?", default=0)
+    parser.add_argument("--trajectory", type=int, help="one of several trajectories (default: the final one)")
+    parser.add_argument("--tokens", action="store_true", help="every token with its mask and log-prob")
 
 
-def _demo(options: argparse.Namespace) -> int:
-    from rollstream import config
-    from rollstream.demo import MODEL_PATH
-
-    demo = Path(config.__file__).with_name("demo.yaml")
-    return generation.run(options, [demo, {"actor_rollout_ref": {"model": {"path": str(MODEL_PATH)}}}])
-
-
-def _serve(options: argparse.Namespace) -> int:
-    if options.model is None:
-        from rollstream.demo import MODEL_PATH
-
-        options.model = str(MODEL_PATH)
-        options.served_model_name = options.served_model_name or "demo"
-    return serving.run(options)
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    evaluation.add_arguments(parser)
+    buffer.add_selection(parser)
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -546,8 +442,37 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
-_SILENT = (_status, _validate, _export, _merge, _show, _eval)
-"""Commands that say nothing until they are done."""
+_RUN_COMMANDS = {
+    "status": Command(
+        "show what a run directory holds, also while it is written", _status, _add_status, is_silent=True
+    ),
+    "validate": Command(
+        "read every byte of a run directory and say whether it is sound",
+        _validate,
+        _add_validate,
+        is_silent=True,
+    ),
+    "export": Command(
+        "write the trajectories of a run or a buffer in another format", _export, _add_export, is_silent=True
+    ),
+    "merge": Command(
+        "make one run directory of all shards of a run (generation.shard)", _merge, _add_merge, is_silent=True
+    ),
+    "show": Command("show one trajectory: messages, reward, masks", _show, _add_show, is_silent=True),
+    "eval": Command(
+        "judge runs: mean reward with its interval, pass@k, rates; compare them prompt by prompt",
+        _eval,
+        _add_eval,
+        evaluation.EPILOG,
+        is_silent=True,
+    ),
+    "score": Command(
+        "score a run's rollouts anew, by another reward, without generating",
+        scoring.run,
+        scoring.add_arguments,
+        scoring.EPILOG,
+    ),
+}
 
 
 if __name__ == "__main__":

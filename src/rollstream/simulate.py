@@ -6,6 +6,7 @@ import sys
 
 import orjson
 
+from rollstream.command_line import Command
 from rollstream.errors import ConfigError
 
 
@@ -84,3 +85,13 @@ def run(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write(compared.table() + "\n")
     return 0
+
+
+COMMAND = Command(
+    "predict what asynchronous training would bring: step time, idle shares, staleness",
+    run,
+    add_arguments,
+    "SECONDS is a number, or a distribution by its mean: lognormal:30:0.8 (sigma), pareto:30:2.5\n"
+    "(alpha), exponential:30. For example, batches of 64 groups on engines that do 128 at once:\n"
+    "  rollstream simulate --generation lognormal:40:0.8 --training 60 --groups 64 --slots 128\n",
+)

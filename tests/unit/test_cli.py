@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from rollstream.cli import build_parser, main
+from rollstream.command_line import parse
 from rollstream.generation.command import command_line, summarise
-from rollstream.generation.main import parse
 from rollstream.generation.run import GenerationResult
 from rollstream.stderr_log import at_work
 from rollstream.store.paths import RunPaths

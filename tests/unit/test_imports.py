@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2] / "src" / "rollstream"
 
 FLOORS: list[set[str]] = [
     {"trajectory", "errors", "surrogates", "aio"},
-    {"plugins"},
+    {"plugins", "command_line"},
+    {"demo"},
     {
         "web",
         "childproc",
@@ -32,11 +33,11 @@ FLOORS: list[set[str]] = [
     {"rollout"},
     {"generation", "buffer", "training", "serving", "evaluate"},
     {"sessions"},
-    {"integrations", "testing", "show", "simulate", "demo", "view"},
+    {"integrations", "testing", "show", "simulate", "view"},
     {"cli"},
     {"__main__"},
 ]
-"""Rooms by floor, from the ground. `demo` is package data; `show` and `simulate` serve the command line."""
+"""Rooms by floor, from the ground. `show` and `simulate` serve the command line."""
 
 UPWARD = {
     *(ROOT / "buffer" / name for name in ("app.py", "folder.py", "reads.py", "service.py")),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from rollstream.command_line import Command
 from rollstream.errors import ConfigError
 from rollstream.stderr_log import log_to_stderr
 from rollstream.untrusted import printable
@@ -49,24 +50,6 @@ STATES = ("open", "judging", "ready", "leased", "quarantined", "delivered", "dro
 
 _SECONDS = (0.1, 30 * 86_400)
 """The least and the most of --lease-seconds and --hook-seconds."""
-
-
-def add_commands(doors: Any) -> None:
-    """The commands below `rollstream buffer`."""
-    for name, run, text, add, codes in (
-        ("serve", serve, "serve a buffer, by slime's routes and its own", _add_serve, SERVE_CODES),
-        ("status", status, "what is in a buffer", _add_where, ASK_CODES),
-        ("show", show, "groups of a buffer, or the items of one", _add_show, ASK_CODES),
-    ):
-        parser = doors.add_parser(
-            name,
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}.",
-            epilog=EXAMPLES + codes,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.set_defaults(command=run, parser=parser)
-        add(parser)
 
 
 def _adder(parser: Any) -> Callable[..., None]:
@@ -392,3 +375,15 @@ def add_selection(parser: argparse.ArgumentParser) -> None:
         "--state", choices=STATES, help="of a buffer, only groups in this state (default: all)"
     )
     group.add_argument("--job", metavar="ID", help="of a buffer, only groups of this job")
+
+
+COMMAND = Command(
+    "a durable rollout buffer over HTTP: items in, finished groups out",
+    commands={
+        "serve": Command(
+            "serve a buffer, by slime's routes and its own", serve, _add_serve, EXAMPLES + SERVE_CODES
+        ),
+        "status": Command("what is in a buffer", status, _add_where, EXAMPLES + ASK_CODES),
+        "show": Command("groups of a buffer, or the items of one", show, _add_show, EXAMPLES + ASK_CODES),
+    },
+)

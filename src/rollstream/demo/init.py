@@ -5,6 +5,7 @@ import json
 import shlex
 from pathlib import Path
 
+from rollstream.command_line import Command
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError
 
@@ -39,3 +40,8 @@ def write_files(folder: Path) -> None:
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write into {folder}: {error.strerror}") from error
+
+
+COMMAND = Command(
+    "write a configuration, prompts and a reward file that run as they are written", run, add_arguments
+)

@@ -5,18 +5,18 @@ the others are loaded finds `main` already there to answer it. What the command 
 """
 
 import argparse
-import difflib
 import os
 import platform
-import re
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import rollstream
 import rollstream.config
+from rollstream.command_line import HYDRA_HINT, Command, guarded, parse
+from rollstream.demo import MODEL_PATH
 
 EPILOG = """\
 examples:
@@ -99,67 +99,14 @@ def _job(word: str) -> str:
         "d",
         "p",
     ):  # argparse takes it for -c with a word behind it
-        raise argparse.ArgumentTypeError(f"-c{letter} is not taken{_HINT}")
+        raise argparse.ArgumentTypeError(f"-c{letter} is not taken{HYDRA_HINT}")
     if word != "job":
-        raise argparse.ArgumentTypeError(f"want job, not {word!r}{_HINT}")
+        raise argparse.ArgumentTypeError(f"want job, not {word!r}{HYDRA_HINT}")
     return word
 
 
 _SLOW_S = 2.0
 """Longer than a person waits without asking."""
-
-_HINT = (
-    " (that is an option of Hydra's. Here --config FILE names a file, which may have defaults:, --show-config "
-    "prints what a command resolves to, and one command is one run)"
-)
-
-_HYDRAS = frozenset(
-    {
-        *("--config-dir", "--config-name", "--config-path"),
-        *(
-            "--experimental-rerun",
-            "--hydra-help",
-            "--info",
-            "-i",
-            "--multirun",
-            "-m",
-            "--package",
-            "-p",
-            "--run",
-            "-r",
-            "--shell-completion",
-        ),
-    }
-)
-"""Options of programs made with Hydra."""
-
-
-def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses a command line whose `key=value` words may stand between options.
-
-    (argparse gives a `*` argument only the first stretch of words, and its own way out of that,
-    `parse_intermixed_args`, knows no subcommands.)
-    """
-    for word in sys.argv[1:] if arguments is None else arguments:
-        try:
-            word.encode()
-        except UnicodeEncodeError:  # a name of other bytes, which neither JSON nor Parquet's library takes
-            parser.error(f"{word!a} is not valid UTF-8; rename the file or folder")
-    options, rest = parser.parse_known_args(arguments)
-    if rest:
-        unknown = [word for word in rest if word.startswith("-")]
-        if unknown or not hasattr(options, "overrides"):
-            hint = ""
-            if _HYDRAS.intersection(word.partition("=")[0] for word in unknown):
-                hint = _HINT
-            parser = getattr(options, "parser", parser)
-            known = re.findall(r"--[a-z][a-z-]+", parser.format_usage())
-            for word in unknown:
-                if not hint and (near := difflib.get_close_matches(word.partition("=")[0], known, n=1)):
-                    hint = f"; did you mean {near[0]}?"
-            parser.error(f"unrecognized arguments: {' '.join(unknown or rest)}{hint}")
-        options.overrides = [*options.overrides, *rest]
-    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -192,16 +139,21 @@ def run(options: argparse.Namespace, layers: Sequence[Mapping[str, Any] | Path] 
     return command.run(options, layers, _short_settings(options))
 
 
-def guarded(body: Callable[[], int]) -> int:
-    """Runs a command; an interrupt or a reader that went away ends it without a traceback."""
-    try:
-        return body()
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
-    except BrokenPipeError:  # the reader (head, less) has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+def run_demo(options: argparse.Namespace) -> int:
+    """Executes a parsed `demo` command line."""
+    demo = Path(rollstream.config.__file__).with_name("demo.yaml")
+    return run(options, [demo, {"actor_rollout_ref": {"model": {"path": str(MODEL_PATH)}}}])
+
+
+GENERATE = Command("generate trajectories for every prompt of a dataset", run, add_arguments, EPILOG)
+
+DEMO = Command(
+    "generate with the shipped model, task and reward: 256 rollouts into outputs/demo",
+    run_demo,
+    add_arguments,
+    "Takes the same settings as `rollstream generate`, for example:\n"
+    "  rollstream demo train_tasks.0.size=1000 --output outputs/big\n",
+)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ import argparse
 import os
 from pathlib import Path
 
+from rollstream.command_line import Command
+from rollstream.demo import MODEL_PATH
+
 EPILOG = """\
 examples:
   rollstream serve                                            the shipped demo model
@@ -90,7 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Executes a parsed `serve` command line; returns the exit code."""
     parent_pid = os.getppid()  # before the imports, which take a second
+    if options.model is None:
+        options.model = str(MODEL_PATH)
+        options.served_model_name = options.served_model_name or "demo"
 
     from rollstream.serving import command
 
     return command.run(options, parent_pid)
+
+
+COMMAND = Command("serve a model over HTTP, by OpenAI's and SGLang's routes", run, add_arguments, EPILOG)

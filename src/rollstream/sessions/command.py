@@ -2,7 +2,8 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+
+from rollstream.command_line import Command
 
 EPILOG = """\
 examples:
@@ -20,17 +21,7 @@ cannot be used; 1 the engine cannot start, or the disk failed.
 """
 
 
-def add_commands(doors: Any) -> None:
-    """The commands below `rollstream gateway`."""
-    text = "serve addresses to agent programs on other machines, and store their sessions as trajectories"
-    parser = doors.add_parser(
-        "serve",
-        help=text,
-        description=text[0].upper() + text[1:] + ".",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(command=serve, parser=parser)
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, in Hydra's grammar")
     parser.add_argument(
         "--config", type=Path, action="append", default=[], metavar="FILE", help="a YAML file under them"
@@ -68,3 +59,16 @@ def serve(options: argparse.Namespace) -> int:
     from rollstream.sessions.serve import run
 
     return run(options)
+
+
+COMMAND = Command(
+    "the gateway: agent programs call the run's engine, and become exact-token trajectories",
+    commands={
+        "serve": Command(
+            "serve addresses to agent programs on other machines, and store their sessions as trajectories",
+            serve,
+            _add_arguments,
+            EPILOG,
+        )
+    },
+)

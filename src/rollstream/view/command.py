@@ -9,6 +9,8 @@ import socket
 import sys
 import webbrowser
 
+from rollstream.command_line import Command
+
 EPILOG = """\
 examples:
   rollstream view outputs/demo                  one run, also while it is written
@@ -72,6 +74,9 @@ def run(options: argparse.Namespace) -> int:
 
     asyncio.run(_serve(options))
     return 0
+
+
+COMMAND = Command("look at runs, groups, tokens and trainings in a browser", run, add_arguments, EPILOG)
 
 
 async def _serve(options: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from rollstream.command_line import Command
 from rollstream.errors import ConfigError, DataError
 
 EPILOG = """It prints the settings that a run takes. For example:
@@ -152,3 +153,8 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
                 raise ConfigError(f"--arguments: {part!r} of {key!r} is a value and a mapping at once")
         place[last] = value
     return arguments
+
+
+COMMAND = Command(
+    "write an environment of the verifiers package as prompts for a run", run, add_arguments, EPILOG
+)
