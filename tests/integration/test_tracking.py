@@ -19,16 +19,16 @@ import pytest
 from rollstream.cli import main as cli
 from rollstream.errors import ConfigError, RunDirectoryError
 from rollstream.generation import run as run_module
-from rollstream.generation import tracking
+from rollstream.generation import trackers
 from rollstream.generation.run import as_config, generate, run_generation
-from rollstream.generation.tracking import Staged, TrackedRun
+from rollstream.generation.trackers import Staged, TrackedRun
 from rollstream.store.run_dir import lock_run
 from rollstream.store.validate import validate_run
 from rollstream.testing.stub_faults import Latency
 from tests.faults.runs import overrides, stub_in_thread, write_prompts
 from tests.integration.test_generation import PAIRS, config, write_sums
 from tests.support.until import until, wait_until
-from tests.unit.generation.test_tracking import Recorder, Stuck
+from tests.unit.generation.test_trackers import Recorder, Stuck
 from tests.unit.integrations.tracking.test_tensorboard import scalars
 
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {}\n"
@@ -115,7 +115,7 @@ def test_a_tracker_that_hangs_costs_a_run_nothing_but_the_flush(
 ) -> None:
     stuck, good = Stuck(where), Recorder()
     with_trackers(monkeypatch, stuck=stuck, good=good)
-    monkeypatch.setattr(tracking, "FLUSH_S", 2.0)
+    monkeypatch.setattr(trackers, "FLUSH_S", 2.0)
     try:
         with caplog.at_level(logging.WARNING, "rollstream"):
             result = run_generation(run)
@@ -215,7 +215,7 @@ class Uploads(Recorder):
 def uploads(monkeypatch: pytest.MonkeyPatch) -> Uploads:
     """What takes the artifacts of runs, whose trackers need not be installed."""
     uploads = Uploads()
-    monkeypatch.setattr(tracking, "load_uploader", lambda: uploads)
+    monkeypatch.setattr("rollstream.generation.upload.load_uploader", lambda: uploads)
     monkeypatch.setattr("rollstream.generation.plan.check_trackers", lambda names, *, upload: None)
     return uploads
 
@@ -309,7 +309,7 @@ async def test_an_upload_that_hangs_ends_with_the_signal(
 ) -> None:
     uploads.hang = True
     with_trackers(monkeypatch, wandb=uploads)
-    monkeypatch.setattr(tracking, "FLUSH_STOPPED_S", 0.2)
+    monkeypatch.setattr(trackers, "FLUSH_STOPPED_S", 0.2)
     run["generation"]["upload_artifact"] = True
     stop = run_module.StopSignals()
     try:
@@ -353,7 +353,7 @@ def test_wandb_offline_from_the_command_line(
     assert "wandb sync" in said["uploaded"]
     run_id = orjson.loads((tmp_path / "run" / "run.json").read_bytes())["run_id"]
     folders = list((tmp_path / "run" / "logs" / "wandb").glob(f"offline-run-*-{run_id}"))
-    assert len(folders) == 1
+    assert len(folders) == 2  # the run's, and the one of its artifact
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert cli(["export", str(tmp_path / "run"), "--format", "jsonl", "--upload"]) == 2
     assert cli(["export", str(tmp_path / "run"), "--format", "zip", "--upload", "no name"]) == 2
@@ -387,8 +387,8 @@ def test_a_killed_run_goes_on_in_the_same_tracks(tmp_path: Path) -> None:
     with stub_in_thread(response_tokens=32, latency=Latency("fixed", 0.5)) as server:
         words = overrides(root, prompts, server.url, trainer__logger="[jsonl]", generation__max_in_flight=8)
         script = (
-            "import sys\nfrom rollstream.generation import tracking\n"
-            "tracking.Reporter.__init__.__kwdefaults__['every'] = 0.05\n"
+            "import sys\nfrom rollstream.generation import trackers\n"
+            "trackers.Reporter.__init__.__kwdefaults__['every'] = 0.05\n"
             "from rollstream.generation.main import main\nsys.exit(main(sys.argv[1:]))\n"
         )
         process = subprocess.Popen([sys.executable, "-c", script, *words], stderr=subprocess.DEVNULL)

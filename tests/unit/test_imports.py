@@ -43,7 +43,6 @@ UPWARD = {
     *(ROOT / "buffer" / name for name in ("app.py", "folder.py", "reads.py", "service.py")),
     *(ROOT / "buffer" / "store" / name for name in ("sql.py",)),
     ROOT / "store" / "export" / "run.py",
-    *(ROOT / "sessions" / name for name in ("serve.py", "sinks.py")),
 }
 """Files that know `integrations`, until entry points take their place."""
 

@@ -38,7 +38,7 @@ from rollstream.errors import ConfigError, DataError
 from rollstream.generation.export_images import RunImages
 from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
-from rollstream.generation.tracking import check_trackers
+from rollstream.generation.trackers import check_trackers
 from rollstream.memory import check_memory
 from rollstream.reward.base import FunctionReward
 from rollstream.reward.rules import RuleReward, find_rule

@@ -30,7 +30,7 @@ from rollstream.generation.logs import log_to_file
 from rollstream.generation.plan import InMemory, Plan, make_plan, peek_manifest
 from rollstream.generation.progress import Snapshot, Waits, progress_console, show_progress
 from rollstream.generation.result import GenerationResult
-from rollstream.generation.tracking import Reporter, TrackedRun, load_trackers, tracked_run
+from rollstream.generation.trackers import Reporter, TrackedRun, load_trackers, tracked_run
 from rollstream.generation.upload import upload_trajectories
 from rollstream.reward.base import FunctionReward
 from rollstream.reward.custom import reward_of_function
@@ -382,8 +382,15 @@ class _Run:
             except StoppedEarly:
                 logger.info("stopped while merging; the same command merges again")
         if self._settings.upload_artifact and complete and self._stop.signal is None and state.rows:
+            self._succeeded = not_exported is None
+            await self.end_reports()  # W&B takes an artifact by a run that is opened for it
             self._waits.begin("uploading the trajectories (Ctrl-C leaves them here)")
-            uploaded = await self._upload()
+            uploaded = await upload_trajectories(
+                self._tracked(),
+                self._settings.upload_artifact,
+                merged=self._settings.final_merge,
+                stop=self._stop,
+            )
         self._waits.begin(None)
         if not_exported is not None:  # only now: what hinders an export is no reason not to upload
             raise not_exported
@@ -552,17 +559,6 @@ class _Run:
                     logger.error("%s", error)
                 first = first or error
         return first
-
-    async def _upload(self) -> str | None:
-        """Sees to it that the trajectories are uploaded; returns where, or None when that failed."""
-        run = self._tracked()
-        return await upload_trajectories(
-            run,
-            self._settings.upload_artifact,
-            lambda file, name: self._reporter.upload(run, file, name),
-            merged=self._settings.final_merge,
-            stop=self._stop,
-        )
 
     def _tracked(self) -> TrackedRun:
         run = self._directory

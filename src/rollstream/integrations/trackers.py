@@ -1,4 +1,4 @@
-"""Trackers: who is told how a run goes. Each is what `rollstream.generation.tracking.Tracker` promises.
+"""Trackers: who is told how a run goes. Each is what `rollstream.generation.trackers.Tracker` promises.
 
 Their packages are imported when a tracker is checked, not before.
 """
@@ -20,7 +20,7 @@ from typing import IO, Any, ClassVar
 import orjson
 
 from rollstream.errors import ConfigError
-from rollstream.generation.tracking import Staged, TrackedRun
+from rollstream.generation.trackers import Staged, TrackedRun
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ import pyarrow.compute as pc
 
 from rollstream.buffer.client import AsyncBufferClient, BufferClientError
 from rollstream.buffer.items import ItemError
+from rollstream.buffer.rollouts import rollout_item
 from rollstream.data.prompts import PromptDataset
 from rollstream.data.row import parse_row
 from rollstream.data.values import BadRow
 from rollstream.errors import DataError, TransientError
-from rollstream.integrations.slime.generation import rollout_item
 from rollstream.sessions.service import CreateSession, Ended, Place, SessionInfo, session_of
 from rollstream.store.batch import read_tables
 from rollstream.store.find import find_trajectory

@@ -9,9 +9,9 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
+from rollstream.buffer.rollouts import rollout_item
 from rollstream.buffer.store.sqlite import FILE
 from rollstream.cli import main
-from rollstream.integrations.slime.generation import rollout_item
 from rollstream.store.batch import SCHEMA, build_table
 from rollstream.store.records import RecordCodec
 from rollstream.trajectory import Metrics, PromptRow, Rollout, Trajectory

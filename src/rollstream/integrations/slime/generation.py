@@ -15,10 +15,9 @@ import itertools
 import logging
 import math
 import operator
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,13 @@ from omegaconf import OmegaConf
 from rollstream.agent.registry import AgentLoops
 from rollstream.buffer.client import AsyncBufferClient, BufferClientError
 from rollstream.buffer.items import InstanceId, ItemError
+from rollstream.buffer.rollouts import failure_of, rollout_item
 from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
 from rollstream.data.prompts import load_prompts
 from rollstream.data.row import TRUTH_COLUMNS
 from rollstream.engine.detect import detect_server
-from rollstream.errors import ConfigError, DataError, unknown_name
+from rollstream.errors import ConfigError, DataError
 from rollstream.integrations.slime.payload_rules import PayloadRules
 from rollstream.reward.base import ComputeScore, FunctionReward
 from rollstream.reward.rules import find_rule
@@ -41,7 +41,7 @@ from rollstream.rollout.concurrency import ConcurrencyController
 from rollstream.rollout.local import LocalExecutor, Worker
 from rollstream.rollout.setup import build_setup, in_flight_limit, load_agents
 from rollstream.store.records import EncodingError
-from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey, Trajectory
+from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,7 +74,6 @@ _TEXTS = ("agent_name", "tool_format", "tokenizer_path", "prompt_key")
 _NO_LIMIT = 2**31 - 1  # of a prompt's tokens: what does not fit the server leaves no room for a response
 _UIDS_AT_ONCE = 1000
 _NOT_THE_ITEM = (401, 403, 404, 405)  # statuses that say nothing about an item
-_FAILED_REWARD = -1.0  # outside of 0 to 1: the default filter lets no failed rollout through to a trainer
 STUCK_S = 300.0
 """The tokenizer and chat template may take so long to load, and later the event loop may stand still so long."""
 _ALL_FAIL, _ALL_FAIL_INSTANCES = 64, 16
@@ -130,8 +129,8 @@ def run_generation(
         asyncio.run(_generate(data, scorer, needs_label, make_row, loops))
     except ConfigError as error:
         text = str(error)
-        for key, place in sorted(_PARAMETERS.items(), key=lambda one: -len(one[1])):
-            text = text.replace(place, key)
+        for name, key in sorted(_PARAMETERS.items(), key=lambda pair: -len(pair[1])):
+            text = text.replace(key, name)
         raise ConfigError(text) from error
 
 
@@ -144,7 +143,7 @@ async def _generate(
 ) -> None:
     settings = read_settings(data)
     rows = await asyncio.to_thread(Rows, settings, make_row)
-    plan = Plan.read(data, rows.instance_ids, settings.actor_rollout_ref.rollout.n)
+    plan = JobPlan.read(data, rows.instance_ids, settings.actor_rollout_ref.rollout.n)
     source = rows.row(0).data_source
     if reward is None and find_rule(source) is None:
         raise ConfigError(f"no reward rule knows data_source {source!r} of the first row (docs/rewards.md)")
@@ -168,10 +167,6 @@ async def _generate(
         engine = setup.create_engine(Path())
         stack.push_async_callback(engine.close)
         await asyncio.gather(engine.start(), setup.prepare_reward([source]))
-        for name in setup.sampling.extra.keys() - {*engine.capabilities.extra_sampling}:
-            names = [key.partition(".")[2] for key in _PARAMETERS if key.startswith("sampling_params.")]
-            names += engine.capabilities.extra_sampling
-            raise unknown_name("key in sampling_params, for this engine:", name, names)
         if engine.capabilities.logprobs == "none" and "logprobs" not in _sampling(data):
             setup.sampling = replace(setup.sampling, logprobs=False)
         setup.check_engine(engine, longest="max_prompt_length" in data)
@@ -342,7 +337,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class JobPlan:
     """Every repeat of every instance in every epoch, but for those that are skipped."""
 
     job: str
@@ -353,7 +348,7 @@ class Plan:
     """How many epochs of an instance were done before the job."""
 
     @classmethod
-    def read(cls, data: Mapping[str, Any], instance_ids: Sequence[InstanceId], repeats: int) -> "Plan":
+    def read(cls, data: Mapping[str, Any], instance_ids: Sequence[InstanceId], repeats: int) -> "JobPlan":
         epochs, own = _number(data.get("num_epoch", 1)), data.get("rollstream", {})
         if type(epochs) is not int or epochs < 1:
             raise ConfigError(f"num_epoch: {epochs!r:.100}, want a whole number from 1 on")
@@ -376,7 +371,7 @@ class Plan:
         return f"{self.job}:{text}:{epoch}:{repeat}"
 
 
-async def _known(client: AsyncBufferClient, plan: Plan) -> bytearray:
+async def _known(client: AsyncBufferClient, plan: JobPlan) -> bytearray:
     """Says for each key of the plan whether the buffer has its item."""
     known, uids = bytearray(), (plan.uid(key.index, key.repeat) for key in plan.keys())  # noqa: SIM118
     try:
@@ -424,7 +419,7 @@ class EpochOrder:
 class BufferSink:
     """Writes results to the buffer."""
 
-    def __init__(self, client: AsyncBufferClient, plan: Plan, rows: Rows, task_type: str) -> None:
+    def __init__(self, client: AsyncBufferClient, plan: JobPlan, rows: Rows, task_type: str) -> None:
         self._client, self._plan, self._rows, self._task_type = client, plan, rows, task_type
 
     async def submit(self, result: Rollout | Failure, /) -> None:
@@ -433,95 +428,26 @@ class BufferSink:
         if not isinstance(result, Failure) or result.stage != "store":  # then the row may be what is refused
             with contextlib.suppress(DataError):
                 row = self._rows.row(result.index)
+        epoch, repeat = divmod(result.repeat, self._plan.repeats)
+        item = rollout_item(
+            result,
+            row,
+            uid=self._plan.uid(result.index, result.repeat),
+            instance_id=self._plan.instance_ids[result.index],
+            info={"epoch": epoch, "rollout_index": repeat},
+        )
         try:
-            await self._client.write(make_item(self._plan, result, row, self._task_type))
+            await self._client.write({**item, "task_type": self._task_type, "job": self._plan.job})
         except (BufferClientError, ItemError) as error:
             if isinstance(error, BufferClientError) and error.status in _NOT_THE_ITEM:
                 raise ConfigError(f"remote_buffer_url: {error}") from error
             raise EncodingError(f"the buffer does not take it: {error}") from error
 
 
-def make_item(plan: Plan, result: Rollout | Failure, row: PromptRow | None, task_type: str) -> dict[str, Any]:
-    """A result of a plan as an item. `row`: None if it cannot be read or stored."""
-    epoch, repeat = divmod(result.repeat, plan.repeats)
-    item = rollout_item(
-        result,
-        row,
-        uid=plan.uid(result.index, result.repeat),
-        instance_id=plan.instance_ids[result.index],
-        info={"epoch": epoch, "rollout_index": repeat},
-    )
-    return {**item, "task_type": task_type, "job": plan.job}
-
-
-def rollout_item(
-    result: Rollout | Failure,
-    row: PromptRow | None,
-    *,
-    uid: str,
-    instance_id: InstanceId,
-    info: Mapping[str, Any],
-) -> dict[str, Any]:
-    """A result as an item: slime's fields, and the exact tokens. `info`: more for `extra_info`.
-
-    A rollout that could not be scored is a failed one, with its messages and tokens. Side calls are left out.
-    """
-    extra_info: dict[str, Any] = {}
-    if row is not None:
-        extra_info = {**row.columns, **row.extra_info, "label": row.ground_truth}
-        extra_info |= {"data_source": row.data_source}
-        extra_info.pop("instance_id", None)
-    extra_info |= {**info, "timestamp": str(time.time()), "finish_reason": "failed"}
-    item: dict[str, Any] = {
-        "uid": uid,
-        "instance_id": instance_id,
-        "prompt_key": result.prompt_key,
-        "messages": row.messages if row is not None else [{"role": "user", "content": ""}],
-        "reward": None,
-        "extra_info": extra_info,
-    }
-    if isinstance(result, Rollout):
-        *snapshots, final = result.without_side_calls().trajectories
-        item |= _trajectory(final)
-        extra_info |= {"finish_reason": final.finish_reason, "num_turns": final.num_turns}
-        extra_info["attempts"] = result.attempts
-        if final.reward_extra:
-            extra_info["reward_extra"] = final.reward_extra
-        if not final.extra.get("token_exact", True):
-            extra_info["token_exact"] = False
-        if snapshots:
-            item["snapshots"] = [
-                {**_trajectory(one), "finish_reason": one.finish_reason, "num_turns": one.num_turns}
-                for one in snapshots
-            ]
-    extra_info["round_number"] = sum(message.get("role") == "assistant" for message in item["messages"])
-    if (failure := failure_of(result)) is not None:
-        item["reward"], extra_info["failure"] = _FAILED_REWARD, failure
-    return item
-
-
-def _trajectory(one: Trajectory) -> dict[str, Any]:
-    fields: dict[str, Any] = {"messages": one.messages, "reward": one.reward, "metrics": asdict(one.metrics)}
-    if one.extra.get("token_exact", True):  # else ids are the local tokenizer's, not what was sampled
-        fields |= {key: getattr(one, key) for key in ("prompt_ids", "response_ids", "response_mask")}
-        fields |= {} if one.response_logprobs is None else {"response_logprobs": one.response_logprobs}
-        fields["policy_versions"] = [list(run) for run in one.policy_versions]
-        fields["policy_version"] = min((version for _, version in one.policy_versions), default=0)
-    return fields
-
-
-def failure_of(result: Rollout | Failure) -> dict[str, Any] | None:
-    """Why a rollout failed; one that could not be scored has, too."""
-    if isinstance(result, Failure):
-        return {"error": result.error, "stage": result.stage, "attempts": result.attempts}
-    error = result.final.reward_extra.get("error") if result.final.reward is None else None
-    return {"error": str(error), "stage": "reward", "attempts": result.attempts} if error else None
-
-
 class Progress:
     """Counts how rollouts end. No reader sees a failed one: if all fail, the job ends with the cause."""
 
-    def __init__(self, plan: Plan, *, known: int) -> None:
+    def __init__(self, plan: JobPlan, *, known: int) -> None:
         self._plan, self._known = plan, known
         self.ended = self.failed = 0
         self._first = ""
@@ -533,13 +459,17 @@ class Progress:
         if (failure := failure_of(result)) is None:
             return
         self.failed += 1
-        if self.failed == self.ended:
-            name = self._plan.instance_ids[result.index]
-            line = str(failure["error"]).strip().partition("\n")[0]
-            self._first = self._first or f"instance {name!r:.100}, stage {failure['stage']}: {line:.500}"
-            self._instances.add(result.index)
-            if self.failed >= _ALL_FAIL and len(self._instances) >= _ALL_FAIL_INSTANCES:
-                raise DataError(f"the first {self.failed} rollouts failed; the first one: {self._first}")
+        if self.failed < self.ended:
+            return
+        if not self._first:
+            name, line = (
+                self._plan.instance_ids[result.index],
+                str(failure["error"]).strip().partition("\n")[0],
+            )
+            self._first = f"instance {name!r:.100}, stage {failure['stage']}: {line:.500}"
+        self._instances.add(result.index)
+        if self.failed >= _ALL_FAIL and len(self._instances) >= _ALL_FAIL_INSTANCES:
+            raise DataError(f"the first {self.failed} rollouts failed; the first one: {self._first}")
 
     def end(self) -> None:
         """Raises `DataError` when all failed."""

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rollstream.generation.tracking import TrackedRun
+from rollstream.generation.trackers import TrackedRun
 
 RUN_ID = "0123456789abcdef" * 2
 

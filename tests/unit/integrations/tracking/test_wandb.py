@@ -154,7 +154,7 @@ def test_nobody_is_asked_for_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 HOLE = """
 import asyncio, logging, os, socket, sys, time
 from pathlib import Path
-from rollstream.generation import tracking as module
+from rollstream.generation import trackers as module
 from rollstream.integrations.trackers import WandbTracker
 from tests.unit.integrations.tracking.runs import run_in
 

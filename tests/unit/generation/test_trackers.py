@@ -10,16 +10,9 @@ from pathlib import Path
 import pytest
 
 from rollstream.engine.base import EngineLoad
-from rollstream.generation import tracking as module
+from rollstream.generation import trackers as module
 from rollstream.generation.progress import Snapshot
-from rollstream.generation.tracking import (
-    QUEUE_REPORTS,
-    Reporter,
-    Staged,
-    TrackedRun,
-    Tracker,
-    TrackerOffError,
-)
+from rollstream.generation.trackers import QUEUE_REPORTS, Reporter, TrackedRun, Tracker
 from tests.support.until import until
 from tests.unit.generation.test_progress import snapshot
 
@@ -62,15 +55,11 @@ class Stuck(Recorder):
         self.where = where
         self.reached = threading.Event()
         self.release = threading.Event()
-        self.error: Exception | None = None
-        """Raised when it is let go."""
 
     def _maybe(self, where: str) -> None:
         if where == self.where:
             self.reached.set()
             self.release.wait(60)
-            if self.error is not None:
-                raise self.error
 
     def open(self, run: TrackedRun) -> int | None:
         self._maybe("open")
@@ -206,44 +195,9 @@ async def test_reporting_to_one_that_hangs_costs_nothing_and_is_counted(
     assert len(stuck.steps) in (QUEUE_REPORTS, QUEUE_REPORTS + 1)
 
 
-async def test_work_is_done_between_reports_in_its_thread() -> None:
-    tracker = Recorder()
-    reporter = begun(one=tracker)
-    thread = reporter.threads["one"]
-    report(reporter, 1)
-    seen = await thread.call(lambda: f"{tracker.steps} {threading.current_thread().name}")
-    assert seen == "[1] rollstream-tracker-one"
-    assert isinstance(await thread.call(lambda: Staged("there")), Staged)  # as what it is
-    with pytest.raises(ZeroDivisionError):
-        await thread.call(lambda: 1 // 0)
-    report(reporter, 2)
-    await closed(reporter)
-    assert tracker.steps == [1, 2]
-
-
-async def test_work_for_one_that_fails_does_not_wait_for_ever() -> None:
-    stuck = Stuck("open")
-    stuck.error = ValueError("no log-in")
-    reporter = begun(stuck=stuck)
-    await until(stuck.reached.is_set)
-    work = asyncio.ensure_future(reporter.threads["stuck"].call(str))
-    await asyncio.sleep(0)
-    stuck.release.set()
-    with pytest.raises(TrackerOffError):
-        await work
-    await closed(reporter)
-
-
 class Engine:
-    """Says its load, or never comes to say it."""
-
-    def __init__(self, load: EngineLoad | None) -> None:
-        self.said = load
-
-    async def load(self) -> EngineLoad | None:
-        if self.said is None:
-            await asyncio.Event().wait()
-        return self.said
+    async def load(self) -> EngineLoad:
+        return EngineLoad(5, 6)
 
 
 async def test_reports_are_told_now_and_then_and_at_the_end() -> None:
@@ -257,7 +211,7 @@ async def test_reports_are_told_now_and_then_and_at_the_end() -> None:
         done += 1
         return snapshot(done=done, saved_batches=1, unsealed_rows=7)
 
-    work = asyncio.ensure_future(reporter.run(observe, Engine(EngineLoad(5, 6))))
+    work = asyncio.ensure_future(reporter.run(observe, Engine()))
     await until(lambda: len(tracker.figures) > 3)
     work.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -272,19 +226,6 @@ async def test_reports_are_told_now_and_then_and_at_the_end() -> None:
     last = tracker.figures[-1]
     assert (last["queue/pending_rows"], last["queue/saved_batches"], last["queue/in_flight"]) == (0, 9, 0)
     assert (last["engine/running"], last["engine/queued"]) == (5, 6)
-
-
-async def test_an_engine_that_never_says_its_load_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollstream.engine.load.ASK_TIMEOUT_S", 0.05)
-    tracker = Recorder()
-    reporter = Reporter({"one": tracker}, None, every=0.01)
-    reporter.begin(RUN, CREATED)
-    work = asyncio.ensure_future(reporter.run(snapshot, Engine(None)))
-    await until(lambda: len(tracker.figures) > 1)
-    work.cancel()
-    await asyncio.gather(work, return_exceptions=True)
-    await reporter.close(succeeded=True, stop=asyncio.Event())
-    assert "engine/running" not in tracker.figures[-1]
 
 
 async def test_who_stops_while_trackers_are_flushed_waits_no_longer_than_who_stopped_before(

@@ -20,12 +20,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 from rollstream import plugins
-from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.load import ask_load
 from rollstream.generation.metrics import MetricsServer, RunMetrics
@@ -35,10 +33,7 @@ from rollstream.store.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _UPLOADER = "wandb"
-"""The tracker that takes artifacts, see `Uploader`."""
 
 EVERY_S = 10.0
 """Between reports: a day's run is some nine thousand points, which trackers draw with ease."""
@@ -67,7 +62,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Somebody who is told how a run goes. All calls but the last one come from one thread, one after another."""
+    """Shows how a run goes. All calls but `abandon` come from one thread, one after another."""
 
     def check(self) -> None:
         """Raises `ConfigError` when it could not work here, with the command that installs what is missing."""
@@ -90,7 +85,7 @@ class Tracker(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Told, by another thread, that it hangs and is left behind: it must not hold up the end."""
+        """Called from another thread when it hangs and is left behind; must not block."""
         ...
 
 
@@ -115,12 +110,16 @@ def load_trackers(names: Iterable[str]) -> dict[str, Tracker]:
 
     Raises `ConfigError` for a name that does not exist.
     """
-    return {name: _load(name) for name in dict.fromkeys(names) if name != "console"}
+    return {
+        name: plugins.load("rollstream.trackers", name)()
+        for name in dict.fromkeys(names)
+        if name != "console"
+    }
 
 
 def load_uploader() -> Uploader:
-    """What uploads artifacts: W&B."""
-    uploader: Uploader = _load(_UPLOADER)
+    """The tracker that takes artifacts: W&B."""
+    uploader: Uploader = plugins.load("rollstream.trackers", _UPLOADER)()
     return uploader
 
 
@@ -134,10 +133,6 @@ def check_trackers(names: Iterable[str], *, upload: bool = False) -> None:
         tracker.check()
     if upload:
         load_uploader().check_login()
-
-
-def _load(name: str) -> Any:
-    return plugins.load("rollstream.trackers", name)()
 
 
 def tracked_run(run_dir: Path, manifest: Manifest, config: Mapping[str, Any] | None = None) -> TrackedRun:
@@ -158,10 +153,6 @@ def tracked_run(run_dir: Path, manifest: Manifest, config: Mapping[str, Any] | N
     )
 
 
-class TrackerOffError(Exception):
-    """The tracker was switched off before it came to what was asked of it."""
-
-
 class TrackerThread:
     """A tracker, its queue, and the daemon thread that works it off. `dropped`: reports that were left out."""
 
@@ -171,10 +162,9 @@ class TrackerThread:
         self.dropped = 0
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the thread has, or is left behind."""
-        self._closed = False
-        self._last: int | None = None
         self._loop = asyncio.get_running_loop()
-        self._queue: queue.Queue[Callable[[], object]] = queue.Queue(QUEUE_REPORTS)
+        self._queue: queue.Queue[tuple[Mapping[str, float], int] | bool] = queue.Queue(QUEUE_REPORTS)
+        """Reports with their steps; at last, whether the run succeeded."""
         threading.Thread(
             target=self._work, args=(run,), name=f"rollstream-tracker-{name}", daemon=True
         ).start()
@@ -182,97 +172,62 @@ class TrackerThread:
     def _work(self, run: TrackedRun) -> None:
         is_open = False
         try:
-            self._last = self.tracker.open(run)
+            last = self.tracker.open(run)
             is_open = True
-            while not self._closed:
-                work = self._queue.get()
+            while not isinstance(report := self._queue.get(), bool):
                 if self.ended.done():
                     return
-                work()
+                figures, step = report
+                last = step if last is None else max(step, last + 1)
+                self.tracker.log(figures, step=last)
+            is_open = False
+            if not self.ended.done():
+                self.tracker.close(succeeded=report)
         except BaseException as error:  # SystemExit of a library, too: it is the thread's, not the program's
-            self._off(f"{type(error).__name__}: {error}")
-            if is_open and not self._closed:  # what it took before may still be written
+            self._say_off(f"{type(error).__name__}: {error}")
+            if is_open:  # what it took before may still be written
                 with contextlib.suppress(BaseException):
                     self.tracker.close(succeeded=False)
         with contextlib.suppress(RuntimeError):  # the loop is closed: it was left behind
-            self._loop.call_soon_threadsafe(_settle, self.ended, None)
-
-    def _off(self, why: str) -> None:
-        if not self.ended.done():
-            logger.warning("tracker %s is switched off, the run goes on without it: %s", self.name, why)
-
-    def _log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._last = step if self._last is None else max(step, self._last + 1)
-        self.tracker.log(metrics, step=self._last)
-
-    def _close(self, succeeded: bool) -> None:
-        self._closed = True
-        self.tracker.close(succeeded=succeeded)
+            self._loop.call_soon_threadsafe(self._end)
 
     def report(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Queues a report, or drops it. Takes microseconds, whatever the tracker does."""
-        if self.ended.done():
-            return
-        try:
-            self._queue.put_nowait(partial(self._log, metrics, step))
-        except queue.Full:
-            self._drop()
+        if not self.ended.done():
+            try:
+                self._queue.put_nowait((metrics, step))
+            except queue.Full:
+                self._drop()
 
     def close(self, *, succeeded: bool) -> None:
-        """Ends the thread after what is queued; `ended` says when."""
-        self._insist(partial(self._close, succeeded))
-
-    async def call(self, work: Callable[[], T]) -> T:
-        """Does `work` in the thread, after what was reported before; raises what it raises.
-
-        Raises:
-            TrackerOffError: the tracker failed, or the run ended, before its turn came.
-        """
-        done: asyncio.Future[Any] = self._loop.create_future()
-
-        def call() -> None:
-            result: T | BaseException
-            try:
-                result = work()
-            except BaseException as error:
-                result = error
-            self._loop.call_soon_threadsafe(_settle, done, result)
-
-        self._insist(call)
-        either: set[asyncio.Future[Any]] = {done, self.ended}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            raise TrackerOffError(f"tracker {self.name} is switched off")
-        result: T | BaseException = done.result()
-        if isinstance(result, BaseException):
-            raise result
-        return result
-
-    def leave(self, why: str) -> None:
-        """Leaves it behind: it hangs."""
-        self._off(why)
-        _settle(self.ended, None)
-        with contextlib.suppress(Exception):  # somebody else's, and of no use any more
-            self.tracker.abandon()
-
-    def _insist(self, work: Callable[[], object]) -> None:
-        """Queues what is worth more than a report, which makes room."""
-        while True:
+        """Ends the thread after what is queued; `ended` says when. A full queue loses a report to it."""
+        while not self.ended.done():
             with contextlib.suppress(queue.Full):
-                return self._queue.put_nowait(work)
+                self._queue.put_nowait(succeeded)
+                return
             with contextlib.suppress(queue.Empty):
                 self._queue.get_nowait()
                 self._drop()
+
+    def leave(self, why: str) -> None:
+        """Leaves it behind: it hangs."""
+        self._say_off(why)
+        self._end()
+        with contextlib.suppress(Exception):  # somebody else's, and of no use any more
+            self.tracker.abandon()
+
+    def _end(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def _say_off(self, why: str) -> None:
+        if not self.ended.done():
+            logger.warning("tracker %s is switched off, the run goes on without it: %s", self.name, why)
 
     def _drop(self) -> None:
         self.dropped += 1
         if self.dropped == 1:
             logger.warning("tracker %s is slow: some reports are left out", self.name)
-
-
-def _settle(future: "asyncio.Future[Any]", result: Any) -> None:
-    if not future.done():
-        future.set_result(result)
 
 
 class Reporter:
@@ -343,47 +298,34 @@ class Reporter:
                 replace(self._last, in_flight=0, unsealed_rows=unsealed_rows, saved_batches=saved_batches)
             )
 
-    async def upload(self, run: TrackedRun, file: Path, name: str) -> str:
-        """Uploads a file as an artifact: by the tracker that is open there, or else by itself.
-
-        Raises:
-            Exception: whatever the library raises.
-        """
-        thread = self.threads.get(_UPLOADER)
-        if thread is not None and not thread.ended.done():
-            live = cast(Uploader, thread.tracker)
-            return await thread.call(lambda: live.upload(run, file, name))
-        uploader = load_uploader()
-        try:
-            return await in_daemon_thread(uploader.upload, run, file, name)
-        except asyncio.CancelledError:  # it takes too long
-            uploader.abandon()
-            raise
-
     async def close(self, *, succeeded: bool, stop: asyncio.Event) -> None:
-        """Lets trackers write what is left, for a bounded time, and leaves behind those that hang; ends the server.
+        """Lets trackers write what is left, for a bounded time, and leaves behind those that hang.
+
+        May be called twice: the second time does nothing.
 
         Args:
             succeeded: told to the trackers.
             stop: somebody waits for the process to end: the time is short then, also if that comes meanwhile.
         """
+        threads, self.threads = self.threads, {}
+        if not threads:
+            return
         began = time.monotonic()
+        for thread in threads.values():
+            thread.close(succeeded=succeeded)
         stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+        ended: asyncio.Future[Any] = asyncio.gather(*(thread.ended for thread in threads.values()))
         try:
-            for thread in self.threads.values():
-                thread.close(succeeded=succeeded)
-            ended: asyncio.Future[Any] = asyncio.gather(*(thread.ended for thread in self.threads.values()))
             await asyncio.wait({ended, stopping}, timeout=FLUSH_S, return_when=asyncio.FIRST_COMPLETED)
             if stop.is_set():
                 await asyncio.wait({ended}, timeout=FLUSH_STOPPED_S)
-            for thread in self.threads.values():
-                if not thread.ended.done():
-                    thread.leave(f"it did not end within {time.monotonic() - began:.0f} s of the run's end")
-            if dropped := sum(thread.dropped for thread in self.threads.values()):
-                logger.warning("%d reports to trackers were left out", dropped)
         finally:
             stopping.cancel()
-            await self.end_server()
+        for thread in threads.values():
+            if not thread.ended.done():
+                thread.leave(f"it did not end within {time.monotonic() - began:.0f} s of the run's end")
+        if dropped := sum(thread.dropped for thread in threads.values()):
+            logger.warning("%d reports to trackers were left out", dropped)
 
     async def end_server(self) -> None:
         """Answers scrapes no more. May be called twice."""
