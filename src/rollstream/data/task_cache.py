@@ -4,19 +4,22 @@ import hashlib
 import inspect
 import os
 import re
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import orjson
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
-from rollstream.data.cache import CACHE_VARIABLE, cache_folder, written_whole
 from rollstream.data.sources import load_class
 from rollstream.data.tasks import ReasoningGymTask, Task
 from rollstream.data.values import BadRow, canonical_json, to_jsonable
 from rollstream.errors import ConfigError, DataError
 
+CACHE_VARIABLE = "ROLLSTREAM_CACHE"
+"""Environment variable that names the cache folder, which may be deleted at any time."""
 _BUILT_IN: dict[str, type[Task]] = {"reasoning_gym": ReasoningGymTask}
 _FORMAT = 2
 """Version of how rows are written; part of the cache key."""
@@ -78,7 +81,7 @@ def get_dataset_paths(
         ConfigError: An entry is wrong, or needs a package that is not installed.
         DataError: A task cannot be loaded, an example cannot be used, or the folder cannot be written.
     """
-    folder = (Path(cache_dir).expanduser() if cache_dir is not None else cache_folder("tasks")).absolute()
+    folder = (_cache_folder() if cache_dir is None else Path(cache_dir)).expanduser().absolute()
     tasks = [make_task(entry) for entry in task_configs]  # all are checked before the first is built
     return [str(_cached(task, folder)) for task in tasks]
 
@@ -124,6 +127,32 @@ def cache_key(task: Task) -> str:
     except BadRow as error:
         raise ConfigError(f"{task.label}: {error}") from error
     return f"{source.hexdigest()}-{hashlib.blake2b(canonical, digest_size=8).hexdigest()}"
+
+
+def _cache_folder() -> Path:
+    if root := os.environ.get(CACHE_VARIABLE):
+        return Path(root) / "tasks"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "rollstream" / "tasks"
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file that is at `path` whole or not at all. Of processes that write it at once the first counts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            path.hardlink_to(temporary)
+        except FileExistsError:
+            return  # someone may read that one already
+        except OSError:  # a file system without hard links
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:

@@ -5,26 +5,23 @@ of yours, named by `custom_cls`, changes any of the steps. `task_cache` writes t
 """
 
 import dataclasses
-import difflib
 import hashlib
 import importlib.metadata
 import os
 import string
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 import orjson
 from msgspec import Meta
 
-from rollstream.config.load import read_value
+from rollstream.data.sources import MISSING_EXTRA
 from rollstream.data.values import BadRow, Row, described, to_jsonable
-from rollstream.errors import ConfigError, DataError
+from rollstream.errors import ConfigError, DataError, unknown_name
 from rollstream.trajectory import Message
-
-MISSING_EXTRA = "pip install 'rollstream[tasks]'"
-"""What gives the packages that tasks need."""
 
 
 class PromptTemplate(string.Formatter):
@@ -54,37 +51,23 @@ class PromptTemplate(string.Formatter):
                 )
 
     def render(self, columns: Mapping[str, Any]) -> str:
-        """Fills the template in.
-
-        Raises:
-            BadRow: A column that is missing or null, or cannot be formatted so.
-        """
-        return self.vformat(self._text, (), columns)
+        """Fills the template in. Raises `BadRow`: a column is missing or null, or cannot be formatted so."""
+        try:
+            return self.vformat(self._text, (), columns)
+        except (LookupError, TypeError, ValueError) as error:
+            raise BadRow(
+                f"the template cannot be filled in ({error}); columns: {', '.join(columns)}"
+            ) from error
 
     def get_field(self, field_name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str]:
         """The value of a field; no attributes are looked up, which `str.format` would do."""
         root, _, rest = (field_name, "", "") if field_name in kwargs else field_name.partition("[")
-        if root not in kwargs:
-            there = ", ".join(kwargs) or "(none)"
-            raise BadRow(f"the template's column {root!r} is missing; there are: {there}")
         value = kwargs[root]
         for key in rest.rstrip("]").split("][") if rest else ():
-            try:
-                value = value[int(key) if isinstance(value, list | tuple) else key]
-            except (LookupError, TypeError, ValueError) as error:
-                raise BadRow(f"the template's {{{field_name}}} finds nothing at [{key}]") from error
+            value = value[int(key) if isinstance(value, list | tuple) else key]
         if value is None:
-            raise BadRow(f"the template's {{{field_name}}} is null in this row")
+            raise ValueError(f"{field_name} is null")
         return value, root
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        """A value as text."""
-        try:
-            return format(value, format_spec)
-        except (TypeError, ValueError) as error:
-            raise BadRow(
-                f"{value!r} in the template cannot be formatted by {format_spec!r} ({error})"
-            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,22 +136,16 @@ class Task:
         """Makes the task of an entry of `train_tasks`.
 
         Raises:
-            ConfigError: An unknown key (with the nearest known one), a missing one, or a wrong value.
+            ConfigError: An unknown key, a missing one, or a wrong value.
         """
         label = f"train_tasks ({given.get('name', 'no name')})"
         for key in given:
             if key not in cls.config_keys():
-                raise ConfigError(f"{label}: unknown key {key!r}; {_hint(key, cls.config_keys())}")
-        problems: list[str] = []
-        kinds = get_type_hints(cls.config_type, include_extras=True)
-        values = {key: read_value(kinds[key], given[key], key, problems) for key in given}
-        if problems:
-            raise ConfigError(f"{label}: {'; '.join(problems)}")
+                raise ConfigError(f"{label}: {unknown_name('key', key, cls.config_keys())}")
         try:
-            config = cls.config_type(**values)
-        except TypeError as error:  # a key without default is missing
-            raise ConfigError(f"{label}: {str(error).replace('.__init__()', '')}") from error
-        return cls(config)
+            return cls(msgspec.convert(dict(given), cls.config_type))
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{label}: {error}") from error
 
     @property
     def label(self) -> str:
@@ -303,13 +280,8 @@ class Task:
 
 def _column(example: Mapping[str, Any], name: str, setting: str) -> Any:
     if name not in example:
-        raise BadRow(f"no column {name!r} ({setting}); {_hint(name, example)}")
+        raise BadRow(f"{setting}: {unknown_name('column', name, example)}")
     return example[name]
-
-
-def _hint(name: object, there: Collection[str]) -> str:
-    near = difflib.get_close_matches(str(name), map(str, there), n=1)
-    return f"did you mean {near[0]}?" if near else f"there are: {', '.join(map(str, there))}"
 
 
 def _local_files(value: Any) -> dict[str, str]:
@@ -387,9 +359,7 @@ class ReasoningGymTask(Task):
             raise ConfigError(f"{self.label}: needs the package reasoning-gym: {MISSING_EXTRA}") from error
         config = self.config
         if config.dataset not in DATASETS:
-            raise ConfigError(
-                f"{self.label}: reasoning-gym has no dataset {config.dataset!r}; {_hint(config.dataset, DATASETS)}"
-            )
+            raise ConfigError(f"{self.label}: {unknown_name('dataset', config.dataset, DATASETS)}")
         try:
             problems: Any = reasoning_gym.create_dataset(
                 config.dataset, size=config.size, seed=config.seed, **config.config
