@@ -18,7 +18,7 @@ from rollstream.buffer import command as buffer
 from rollstream.command_line import Command, add_commands, guarded, parse
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.evaluate import command as evaluation
-from rollstream.evaluate import score_command as scoring
+from rollstream.evaluate import score as scoring
 from rollstream.stderr_log import at_work
 from rollstream.untrusted import printable
 

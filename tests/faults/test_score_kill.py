@@ -68,6 +68,27 @@ def test_scoring_that_is_killed_goes_on(tmp_path: Path, rollouts: int) -> None:
     assert table["reward"].to_pylist() == [at / 8 for at in range(rollouts)]
 
 
+def test_a_reward_that_ends_its_process_leaves_its_rollout_unscored(tmp_path: Path) -> None:
+    run, reward = write_run(tmp_path / "run", [rollout(0, 0)], n=1, prompts=1), tmp_path / "reward.py"
+    reward.write_text("def compute_score(**_):\n    __import__('os')._exit(3)\n")
+    words = [
+        sys.executable,
+        "-c",
+        COMMAND,
+        "score",
+        str(run),
+        "--reward",
+        str(reward),
+        "--processes",
+        "1",
+        "--json",
+    ]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True)
+    report = orjson.loads(done.stdout)
+    assert (done.returncode, report["rollouts"], report["failed"]) == (1, 1, 1)
+    assert "exit code 3" in next(iter(report["causes"]))
+
+
 def replace_text(path: Path, text: str) -> None:
     """At once: somebody reads it all the time."""
     path.with_suffix(".new").write_text(text)

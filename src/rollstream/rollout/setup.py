@@ -413,7 +413,7 @@ def _build_setup(
     rollout, data = settings.actor_rollout_ref.rollout, settings.data
     shown = load_tool_schemas(data.tool_config_path) if data.tool_config_path else []
     if reward is None:
-        reward = _load_reward(settings.custom_reward_function)
+        reward = load_configured_reward(settings.custom_reward_function)
     tokenizer = _load_tokenizer(settings, shows_images=shows_images)
     images = _load_images(settings, tokenizer, agents, needed=shows_images)
     return RolloutSetup(
@@ -514,7 +514,8 @@ def _load_images(
     return ImageReader(processor, allow_http=settings.data.fetch_images)
 
 
-def _load_reward(settings: RewardSettings) -> FunctionReward | RuleReward:
+def load_configured_reward(settings: RewardSettings) -> FunctionReward | RuleReward:
+    """The reward that a configuration names, or the rules. Raises `ConfigError`."""
     if settings.path is None:
         return RuleReward(settings.timeout, settings.max_concurrency)
     return load_reward(

@@ -13,14 +13,18 @@ A run's own rewards are those that its rollouts were recorded with. Where its re
 rewards; batches and journals keep what was recorded.
 """
 
+import asyncio
+import logging
 import os
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from secrets import token_hex
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,7 +34,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rollstream.errors import DamageError, RunDirectoryError
+from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
 from rollstream.store.batch import (
     KEY_COLUMNS,
     SCHEMA,
@@ -44,6 +48,8 @@ from rollstream.store.batch import (
     to_arrow_texts,
 )
 from rollstream.store.journal import (
+    FILE_HEADER_SIZE,
+    JournalFile,
     ScanReport,
     encode_file_header,
     encode_frame,
@@ -51,12 +57,15 @@ from rollstream.store.journal import (
     scan,
     write_file_durably,
 )
+from rollstream.store.lock import RunLock
 from rollstream.store.manifest import read_manifest
 from rollstream.trajectory import RolloutKey
 from rollstream.untrusted import open_regular, read_regular
 
 _CONTENT = b"rollstream.scores"
 """Metadata key of an artifact: the scores that its rewards are of (`Rewards.content`)."""
+
+logger = logging.getLogger(__name__)
 
 SCORED_COLUMNS = [*KEY_COLUMNS, "finished_at"]
 """What rows need besides their rewards for others to be found."""
@@ -103,7 +112,21 @@ class ScorePaths:
         self.facts = folder / f"{name}.json"
         self.journal = folder / f"{name}.rsj"
         self.table = folder / f"{name}.parquet"
-        self.lock = folder / f"{name}.lock"
+        self._lock = folder / f"{name}.lock"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the lock of these scores. Raises `RunDirectoryError`: another has it, or nothing can be written."""
+        lock = RunLock(self._lock)
+        try:
+            self._lock.parent.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        except OSError as error:
+            raise RunDirectoryError(f"cannot write to {self._lock.parent}: {error.strerror}") from error
+        try:
+            yield
+        finally:
+            lock.release()
 
 
 def score_folder(root: Path) -> Path:
@@ -137,6 +160,22 @@ def read_facts(path: Path) -> ScoreFacts | None:
 def write_facts(path: Path, facts: ScoreFacts) -> None:
     """Writes what computed some scores, durably."""
     write_file_durably(path, orjson.dumps(msgspec.to_builtins(facts), option=orjson.OPT_INDENT_2))
+
+
+def require_facts(paths: ScorePaths, run_id: str, reward: str, digest: str) -> ScoreFacts:
+    """What computes these scores, noted now if they are new. Raises `ConfigError` where others have the name."""
+    facts = read_facts(paths.facts)
+    if facts is None:
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        facts = ScoreFacts(id=token_hex(16), run_id=run_id, reward=reward, digest=digest, created=created)
+        paths.journal.unlink(missing_ok=True)  # without its facts nobody knows what it is
+        write_facts(paths.facts, facts)
+    if (facts.run_id, facts.digest) != (run_id, digest):
+        raise ConfigError(
+            f"the scores {paths.name!r} are of another run or reward ({facts.reward}, {facts.created}), or of what its "
+            "file said then; choose another name"
+        )
+    return facts
 
 
 class Rewards:
@@ -305,32 +344,110 @@ def decode_scores(body: bytes) -> ScoredRollout:
     return _decoder.decode(body)
 
 
-def seal_scores(paths: ScorePaths, facts: ScoreFacts) -> Iterator[tuple[RolloutKey, ScoredRollout]]:
+class ScoreJournal:
+    """The journal of scores. Frames that come while others are written become durable together."""
+
+    def __init__(self, paths: ScorePaths, facts: ScoreFacts) -> None:
+        self._path = paths.journal
+        self._id = bytes.fromhex(facts.id)
+        self._report = ScanReport()
+        self._file: JournalFile | None = None
+        self._waiting: list[tuple[bytes, asyncio.Future[None]]] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    def earlier(self) -> Iterator[tuple[RolloutKey, ScoredRollout]]:
+        """The scores that are there. Read to the end before others are added."""
+        if self._path.exists():
+            for frame in scan(self._path, self._id, self._report):
+                yield RolloutKey(frame.index, frame.repeat), decode_scores(frame.body)
+        for damage in self._report.damage:
+            logger.warning("%s: what it held is scored again", damage)
+
+    def submit(self, key: RolloutKey, scored: ScoredRollout) -> "asyncio.Future[None]":
+        """Adds a rollout's scores; the future is resolved when they are durable, or raises `StorageError`."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        frame = encode_frame(key.index, key.repeat, len(scored.trajectories), encode_scores(scored))
+        self._waiting.append((frame, future))
+        if self._writing is None:
+            self._writing = asyncio.ensure_future(self._write())
+        return future
+
+    async def _write(self) -> None:
+        while self._waiting:
+            group, self._waiting = self._waiting, []
+            error: StorageError | None = None
+            try:
+                await asyncio.to_thread(self._append, b"".join(frame for frame, _ in group))
+            except OSError as cause:
+                error = no_room(self._path, cause)
+            for _, future in group:
+                if future.done():
+                    continue
+                if error is None:
+                    future.set_result(None)
+                else:
+                    future.set_exception(error)
+        self._writing = None
+
+    def _append(self, data: bytes) -> None:
+        if self._file is None:
+            end = self._report.end if self._report.end >= FILE_HEADER_SIZE else None
+            if end is None:
+                self._path.unlink(missing_ok=True)
+            self._file = JournalFile(self._path, self._id, resume_at=end)
+        try:
+            self._file.append(data)
+            self._file.sync()
+        except BaseException:
+            self._file.rollback()
+            raise
+
+    def __enter__(self) -> "ScoreJournal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def no_room(path: Path, error: OSError) -> StorageError:
+    """What a full disk is to someone who scores."""
+    return StorageError(
+        f"cannot write {path}: {error.strerror or error}. What was scored is safe; free space and run the same "
+        "command again"
+    )
+
+
+def seal_scores(paths: ScorePaths, facts_id: str) -> Iterator[tuple[RolloutKey, ScoredRollout]]:
     """Makes the table of all that the journal holds; gives each rollout as it is written, by key.
 
-    Of several frames of a rollout the last one counts. Memory: 24 bytes a frame.
+    Of several frames of a rollout the last one counts. Memory: 24 bytes a frame. Raises `StorageError`.
     """
     keys, offsets = [], []
-    for frame in scan(paths.journal, bytes.fromhex(facts.id), ScanReport()):
+    for frame in scan(paths.journal, bytes.fromhex(facts_id), ScanReport()):
         keys.append(frame.index << _REPEAT_BITS | frame.repeat)
         offsets.append(frame.offset)
     packed, places = np.array(keys, np.int64), np.array(offsets, np.int64)
     del keys, offsets
     order = packed.argsort(kind="stable")
     last = np.append(np.diff(packed[order]) != 0, True)[: len(order)]
-    with open_regular(paths.journal) as journal, _writing(paths.table) as write:
-        rows: list[_Row] = []
-        for offset in places[order[last]].tolist():
-            key, scored = _read_scores(journal, offset)
-            rows += [
-                (key.index, key.repeat, at, scored.finished_at, *one)
-                for at, one in enumerate(scored.trajectories)
-            ]
-            if len(rows) >= _ROWS:
-                write(_table(rows))
-                rows = []
-            yield key, scored
-        write(_table(rows))
+    try:
+        with open_regular(paths.journal) as journal, _writing(paths.table) as write:
+            rows: list[_Row] = []
+            for offset in places[order[last]].tolist():
+                frame = read_frame(journal, offset)
+                scored = decode_scores(frame.body)
+                rows += [
+                    (frame.index, frame.repeat, at, scored.finished_at, *one)
+                    for at, one in enumerate(scored.trajectories)
+                ]
+                if len(rows) >= _ROWS:
+                    write(_table(rows))
+                    rows = []
+                yield RolloutKey(frame.index, frame.repeat), scored
+            write(_table(rows))
+    except OSError as error:
+        raise no_room(paths.table, error) from error
 
 
 def copy_scores(
@@ -360,12 +477,7 @@ def copy_scores(
         os.fdatasync(file.fileno())
     write_facts(target.facts, facts)
     if any(source.table.exists() for source in sources):
-        deque(seal_scores(target, facts), maxlen=0)
-
-
-def _read_scores(journal: BinaryIO, offset: int) -> tuple[RolloutKey, ScoredRollout]:
-    frame = read_frame(journal, offset)
-    return RolloutKey(frame.index, frame.repeat), decode_scores(frame.body)
+        deque(seal_scores(target, facts.id), maxlen=0)
 
 
 _Row = tuple[int, int, int, float | None, float | None, str]
