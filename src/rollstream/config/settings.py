@@ -210,6 +210,7 @@ class GenerationSettings:
     engine_timeout: Limit
     max_failed_share: Share
     retry_failed: bool
+    rescore: bool
     stop_after_failures: Annotated[int, Meta(ge=0)]
     save_batch_size: Count
     pull_timeout: Limit

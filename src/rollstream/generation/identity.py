@@ -19,7 +19,6 @@ from rollstream.store.manifest import (
     Manifest,
     extends,
     identity_differences,
-    only_reward_differs,
 )
 
 _DECIDING_ARGS = (
@@ -76,7 +75,6 @@ def build_identity(
         "tools": tools.digest if tools.schemas else None,
         "data.tool_config": json_digest(setup.shown_tools) if setup.shown_tools else None,
         "model.image_processor": images,
-        "reward": setup.reward.source_digest,
         "generation.seed": settings.generation.seed,
         "data.prompt_key": data.prompt_key,
         "data.truncation": data.truncation,
@@ -216,7 +214,7 @@ def _harmless(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
     return harmless
 
 
-_CODE = ("reward", "tools", "multi_turn.interactions")
+_CODE = ("tools", "multi_turn.interactions")
 """Identity keys of the user's code, besides agent loops."""
 
 _CONFIG_KEYS = {
@@ -244,8 +242,6 @@ def _explained(
     wanted: Manifest,
     files: Mapping[str, str],
 ) -> str:
-    if (hint := only_reward_differs(root, refused, wanted.config)) is not None:
-        return f"{root} holds this run; nothing was touched. {hint}"
     lines = []
     for key, before, after in refused:
         if key == f"{DATASET_IDENTITY}.fingerprint":
@@ -266,9 +262,9 @@ def _explained(
         hint = "If rows were appended, or n grew, generation.resume=extend goes on with them."
     elif any(key in _CODE or key.startswith(LOOP_IDENTITY) for key, _, _ in refused):
         hint = (
-            "Finished rollouts were made or scored by the code as it was. With that back in place, the same "
-            "command goes on, and generation.retry_failed=true tries what failed again. For the code as it is "
-            "now, use another --output (trainer.default_local_dir); a new reward alone: `rollstream score`."
+            "Finished rollouts were made by the code as it was. With that back in place, the same command goes on, "
+            "and generation.retry_failed=true tries what failed again. For the code as it is now, use another "
+            "--output (trainer.default_local_dir)."
         )
     else:
         hint = "Use another --output (trainer.default_local_dir) for the new run, or the old settings to continue."

@@ -157,7 +157,6 @@ class Plan:
             "model.digest": f"the model {model.path}",
             "model.tokenizer": f"the tokenizer or chat template of {tokenizer}",
             "model.image_processor": f"the image processor of {tokenizer}",
-            "reward": f"the reward function {self.settings.custom_reward_function.path or '(none)'}",
             "tools": f"the tool file {multi_turn.tool_config_path or multi_turn.function_tool_path}",
             "data.tool_config": f"data.tool_config_path {data.tool_config_path}",
             "multi_turn.interactions": f"the interaction file {multi_turn.interaction_config_path}",
@@ -429,6 +428,7 @@ def manifest_for(
         config={str(key): value for key, value in tree.items()},
         tools=tools,
         pad_token_id=setup.tokenizer.pad_id,
+        reward=setup.reward.source_digest,
     )
 
 

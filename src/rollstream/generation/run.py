@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from omegaconf import DictConfig
 from rich.console import Console
@@ -23,7 +24,7 @@ from rollstream.config.load import compose
 from rollstream.config.settings import RewardSettings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.sources import ObjectRows
-from rollstream.errors import ConfigError, RunDirectoryError, StorageError
+from rollstream.errors import ConfigError, RewardError, RunDirectoryError, StorageError
 from rollstream.generation.exports import exporter
 from rollstream.generation.identity import adopted_manifest
 from rollstream.generation.logs import log_to_file
@@ -35,6 +36,7 @@ from rollstream.generation.upload import upload_trajectories
 from rollstream.reward.base import FunctionReward
 from rollstream.reward.custom import reward_of_function
 from rollstream.rollout.local import WindowCounters
+from rollstream.rollout.replay import ScoreReport, score_run
 from rollstream.rollout.setup import in_flight_limit
 from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.extend import extend_run
@@ -44,6 +46,7 @@ from rollstream.store.manifest import (
     DATASET_IDENTITY,
     LOOP_IDENTITY,
     Manifest,
+    check_reward,
     identity_differences,
     read_manifest,
     write_manifest,
@@ -171,9 +174,10 @@ async def generate(
             reporter = Reporter(load_trackers(settings.trainer.logger), settings.generation.metrics_port)
             await reporter.listen()
             stack.push_async_callback(reporter.end_server)
+            report = await hooks.stop.unless_stopped(_rescore(plan, waits))
             waits.begin("opening the run directory")
             # Closed also where this is cancelled meanwhile.
-            directory = await finish_despite_cancellation(in_daemon_thread(_open, plan, stack))
+            directory = await finish_despite_cancellation(in_daemon_thread(_open, plan, stack, report))
             waits.begin(None)
             stack.enter_context(log_to_file(directory.paths.logs, settings.generation.log_level))
             run = _Run(plan, directory, hooks, reporter, waits)
@@ -193,13 +197,34 @@ class _Hooks:
     on_executor: OnExecutor | None
 
 
-def _open(plan: Plan, stack: AsyncExitStack) -> RunDirectory:
+async def _rescore(plan: Plan, waits: Waits) -> ScoreReport | None:
+    """Scores what is finished by the reward asked for, if that is another one and `generation.rescore` is set."""
+    root, settings = plan.run_dir, plan.settings.custom_reward_function
+    manifest = read_manifest(root)
+    if manifest is None or not plan.settings.generation.rescore or manifest.reward == plan.manifest.reward:
+        return None
+    _, nothing_done = await in_daemon_thread(check_run_directory, plan, manifest)
+    if nothing_done:
+        return None
+    waits.begin("scoring what is finished by the new reward")
+    reward = plan.setup.reward
+    in_memory = reward if settings.path is None and isinstance(reward, FunctionReward) else None
+    report = await score_run(root, settings, in_memory=in_memory)
+    if report.failed == report.rollouts:
+        raise RewardError(
+            f"the reward failed on all {report.failed} finished rollouts: {next(iter(report.causes))}"
+        )
+    logger.info("%d rollouts were scored anew: %s", report.rollouts, report.path)
+    return report
+
+
+def _open(plan: Plan, stack: AsyncExitStack, report: ScoreReport | None) -> RunDirectory:
     """Opens the run, with the settings asked for where they change nothing that is done; `stack` closes it."""
     root, mode = plan.run_dir, plan.settings.generation.resume
     lock = lock_run(root)
     try:
         if mode != "never":
-            _adopt(root, plan)
+            _adopt(root, plan, report)
         if mode == "extend":
             extend_run(root, plan.manifest, plan.visited_keys, plan.config_yaml)
     except BaseException:
@@ -217,8 +242,23 @@ def _open(plan: Plan, stack: AsyncExitStack) -> RunDirectory:
     return run
 
 
-def _adopt(root: Path, plan: Plan) -> None:
-    adopted, nothing_done = check_run_directory(plan, read_manifest(root))
+def _adopt(root: Path, plan: Plan, report: ScoreReport | None) -> None:
+    """`report`: of the pass by which finished rollouts have the rewards asked for; None without one."""
+    manifest = read_manifest(root)
+    adopted, nothing_done = check_run_directory(plan, manifest)
+    if (
+        manifest is not None
+        and adopted is not None
+        and manifest.reward != adopted.reward
+        and not nothing_done
+    ):
+        done = inspect(root)[1].keys.done
+        if report is None or report.rollouts < done:
+            raise RunDirectoryError(
+                f"{root}: {done} rollouts are finished, of which {report.rollouts if report else 0} could be scored "
+                f"anew; see rollstream validate {root}"
+            )
+        adopted = msgspec.structs.replace(adopted, scores=report.name)
     if adopted is None:
         return
     paths = RunPaths(root)
@@ -251,7 +291,7 @@ def check_run_directory(plan: Plan, manifest: Manifest | None) -> tuple[Manifest
             f"{root} already holds a run (created {manifest.created}) and generation.resume=never. "
             "Choose an empty trainer.default_local_dir, or generation.resume=auto to continue it."
         )
-    if manifest.identity == plan.manifest.identity:
+    if manifest.identity == plan.manifest.identity and manifest.reward == plan.manifest.reward:
         return None, False
     state = inspect(root)[1]
     nothing_done = not (state.keys.done or state.damage or RunPaths(root).damaged.is_dir())
@@ -264,6 +304,11 @@ def check_run_directory(plan: Plan, manifest: Manifest | None) -> tuple[Manifest
         unused=_unused_loops(plan, manifest, state.keys),
         files=plan.identity_files(),
     )
+    if manifest.reward != plan.manifest.reward:
+        if not nothing_done and not plan.settings.generation.rescore:
+            check_reward(root, manifest, plan.manifest)
+        wanted = plan.manifest
+        adopted = msgspec.structs.replace(adopted or manifest, reward=wanted.reward, config=wanted.config)
     return adopted, nothing_done
 
 

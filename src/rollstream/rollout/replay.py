@@ -33,6 +33,7 @@ from rollstream.reward.base import FunctionReward, Score
 from rollstream.reward.rules import RuleReward
 from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.instrumented import InstrumentedEngine
+from rollstream.rollout.local import LocalExecutor
 from rollstream.rollout.processes import ProcessBackend
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.setup import load_configured_reward
@@ -54,7 +55,15 @@ from rollstream.store.scores import (
     seal_scores,
 )
 from rollstream.store.stream import run_tables
-from rollstream.trajectory import Failure, PromptRow, RolloutKey, SamplingParams, Trajectory, failure_cause
+from rollstream.trajectory import (
+    Failure,
+    PromptRow,
+    Rollout,
+    RolloutKey,
+    SamplingParams,
+    Trajectory,
+    failure_cause,
+)
 
 SnapshotRule = Literal["outcome", "own", "none", "keep"]
 """What a snapshot gets: the final trajectory's reward; one for its own last answer; none; what was recorded."""
@@ -256,12 +265,14 @@ class _Pass:
         """See `Executor`."""
         return self._rows[number]
 
-    def submit(self, result: EncodedRollout | Failure) -> Awaitable[None]:
+    def submit(self, result: Rollout | EncodedRollout | Failure) -> Awaitable[None]:
         """Makes a rollout's scores durable; see `Sink`."""
         stored = self._rows[result.index].columns["trajectories"]
         if isinstance(result, Failure):
             extra = json_text({"error": " ".join(result.error.split())[:500]})
             scores: list[tuple[float | None, str]] = [(None, extra)] * len(stored)
+        elif isinstance(result, Rollout):
+            scores = [(one.reward, json_text(one.reward_extra)) for one in result.trajectories]
         else:
             record = self._codec.decode_rollout(result.body)
             scores = [(one.reward, one.reward_extra) for one in record.trajectories]
@@ -270,7 +281,7 @@ class _Pass:
         key = RolloutKey(*key_of(stored[-1]))
         return self._journal.submit(key, ScoredRollout(stored[-1]["finished_at"], scores))
 
-    def settled(self, result: EncodedRollout | Failure) -> None:
+    def settled(self, result: Rollout | EncodedRollout | Failure) -> None:
         """Counts a rollout whose scores are durable."""
         del self._rows[result.index]
         self.scored += 1
@@ -355,6 +366,7 @@ async def score_run(
     output: Path | None = None,
     processes: int | None = None,
     retry_unscored: bool = False,
+    in_memory: FunctionReward | None = None,
     say: Callable[[int, int, int], object] = lambda done, total, failed: None,
 ) -> ScoreReport:
     """Scores all finished rollouts of a run that are not scored under a name yet.
@@ -367,6 +379,7 @@ async def score_run(
         output: a folder to write to instead of `scores/` in the run directory.
         processes: that score; None: one for each CPU, four at most.
         retry_unscored: scores those again on which the reward failed earlier.
+        in_memory: a reward that is in no file, in place of the one that `reward` names; it scores in this process.
         say: called after each rollout with how many are scored, of how many, and how many of them failed.
 
     Raises:
@@ -378,10 +391,12 @@ async def score_run(
     if not state.keys.done:
         raise RunDirectoryError(f"{root} holds no finished rollout yet")
     rule = snapshots or snapshot_rule(manifest)
-    loaded = load_configured_reward(reward)
-    loaded.close()
+    loaded = in_memory or load_configured_reward(reward)
+    if in_memory is None:
+        loaded.close()  # the workers load their own
     digest = hashlib.blake2b(f"{loaded.source_digest} {rule}".encode(), digest_size=16).hexdigest()
-    label = "rules" if reward.path is None else Path(reward.path).stem
+    label = loaded.label if isinstance(loaded, FunctionReward) else "rules"
+    label = label if reward.path is None else Path(reward.path).stem
     name = name or f"{''.join(one if one.isalnum() else '-' for one in label)}-{digest[:8]}"
     if not is_score_name(name):
         raise ConfigError(f"scores {name!r}: letters, digits, '-', '_' and '.'")
@@ -389,7 +404,7 @@ async def score_run(
         _check_output(output, name)
     paths = ScorePaths(output or score_folder(root), name)
     report = ScoreReport(name, str(paths.table), mean_before=state.rewards.mean)
-    described = "rules" if reward.path is None else f"{reward.path}:{reward.name}"
+    described = label if reward.path is None else f"{reward.path}:{reward.name}"
     with paths.locked():
         facts = require_facts(paths, manifest.run_id, described, digest)
         with ScoreJournal(paths, facts) as journal:
@@ -407,12 +422,13 @@ async def score_run(
             done = len(earlier)
             one_pass = _Pass(root, manifest.n, rule, journal, report.damage.append)
 
-            def settled(result: EncodedRollout | Failure) -> None:
+            def settled(result: Rollout | EncodedRollout | Failure) -> None:
                 one_pass.settled(result)
                 total = max(state.keys.done, one_pass.scored)  # it may grow meanwhile
                 say(min(done + one_pass.scored, total), total, len(failed) + one_pass.failed)
 
-            await _run(one_pass, earlier, ReplayRecipe(reward, root), processes, settled)
+            worker = None if in_memory is None else build_worker(in_memory, root)
+            await _run(one_pass, earlier, ReplayRecipe(reward, root), worker, processes, settled)
             report.now = one_pass.scored
         _summarise(paths, facts.id, report)
     return report
@@ -422,10 +438,13 @@ async def _run(
     one_pass: _Pass,
     earlier: ScoredTimes,
     recipe: ReplayRecipe,
+    worker: BuiltWorker | None,
     processes: int | None,
-    settled: Callable[[EncodedRollout | Failure], None],
+    settled: Callable[[Rollout | EncodedRollout | Failure], None],
 ) -> None:
-    """Scores all that is not scored yet, in processes: a reward that brings one down costs no other rollout."""
+    """Scores all that is not scored yet: by a worker in this process, or in processes, where a reward that brings
+    one down costs no other rollout.
+    """
     keys = one_pass.keys(earlier)
     if (first := next(keys, None)) is None:
         return
@@ -434,6 +453,17 @@ async def _run(
         yield first
         yield from keys
 
+    window = recipe.reward.max_concurrency + _AHEAD
+    if worker is not None:
+        local = LocalExecutor(
+            worker.worker,
+            one_pass,
+            load_row=one_pass.load_row,
+            max_in_flight=window,
+            on_durable=settled,
+        )
+        await local.run(all_keys())
+        return
     workers = processes or min(os.cpu_count() or 1, 4)
     async with AsyncExitStack() as stack:
         executor = WorkersExecutor(
@@ -441,7 +471,7 @@ async def _run(
             cast(Any, one_pass),
             ProcessBackend(),
             load_row=one_pass.load_row,
-            max_in_flight=workers * (recipe.reward.max_concurrency + _AHEAD),
+            max_in_flight=workers * window,
             workers=workers,
             attempt_timeout=recipe.reward.timeout,
             max_attempts=1,

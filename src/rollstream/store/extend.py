@@ -37,7 +37,7 @@ def extend_run(
     if not check_identity(root, manifest.identity, wanted.identity, extend=True):
         return
     check_positions(root, manifest, prompt_keys())
-    own = {name: getattr(manifest, name) for name in ("run_id", "created", "logprobs")}
+    own = {name: getattr(manifest, name) for name in ("run_id", "created", "logprobs", "scores")}
     write_file_durably(root / "config.yaml", config_yaml.encode())
     write_manifest(root, msgspec.structs.replace(wanted, **own, tools={**manifest.tools, **wanted.tools}))
 

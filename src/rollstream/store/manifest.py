@@ -3,7 +3,7 @@
 import secrets
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,6 +54,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     logprobs: LogprobKind | None = None
     """The kind of log-probs, which a started engine says. None: there are none, or none yet."""
+    reward: str | None = None
+    """The `source_digest` of the reward that scores the rollouts; no part of the identity."""
     scores: str | None = None
     """Scores whose rewards are the run's own for the rollouts in them; see `rollstream.store.scores`."""
     pad_token_id: int | None = None
@@ -97,6 +99,7 @@ def new_manifest(
     tools: Mapping[str, Any] | None = None,
     logprobs: LogprobKind | None = None,
     pad_token_id: int | None = None,
+    reward: str | None = None,
 ) -> Manifest:
     """A manifest for a new run."""
     return Manifest(
@@ -110,6 +113,7 @@ def new_manifest(
         tools=dict(tools or {}),
         logprobs=logprobs,
         pad_token_id=pad_token_id,
+        reward=reward,
     )
 
 
@@ -134,9 +138,12 @@ def read_manifest(run_dir: Path) -> Manifest | None:
             raise RunDirectoryError(
                 f"{path} has format {found['format']!r}; this version of rollstream reads {FORMAT!r}"
             )
-        return msgspec.convert(found, Manifest)
+        manifest = msgspec.convert(found, Manifest)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise RunDirectoryError(f"{path} is damaged ({error}); restore it from a copy") from error
+    if "reward" in manifest.identity:  # of version 0.2
+        manifest = msgspec.structs.replace(manifest, reward=manifest.identity.pop("reward"))
+    return manifest
 
 
 def require_manifest(run_dir: Path) -> Manifest:
@@ -216,23 +223,14 @@ def score_command(run_dir: Path, config: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-def only_reward_differs(
-    run_dir: Path, refused: Sequence[tuple[str, object, object]], config: Mapping[str, Any]
-) -> str | None:
-    """What to do where a run and the one asked for differ in their reward alone; None where they do not.
-
-    Args:
-        run_dir: the run's.
-        refused: what differs.
-        config: of the run asked for.
-    """
-    if [key for key, _, _ in refused] != ["reward"]:
-        return None
-    return (
-        f"only the reward differs: {score_command(run_dir, config)}\n"
-        "scores what is finished by it, without generating. To "
-        "generate what is not finished, put the reward back in place that the run began with."
-    )
+def check_reward(run_dir: Path, old: Manifest, wanted: Manifest) -> None:
+    """Raises `IdentityMismatchError` where finished rollouts were scored by another reward than the one asked for."""
+    if old.reward != wanted.reward:
+        raise IdentityMismatchError(
+            f"{run_dir} was scored by another reward: generation.rescore=true scores what is finished by this one, "
+            "and goes on; nothing was touched",
+            [("reward", old.reward, wanted.reward)],
+        )
 
 
 def extends(difference: tuple[str, Any, Any]) -> bool:

@@ -36,6 +36,7 @@ from rollstream.store.lock import locked
 from rollstream.store.manifest import (
     SHARD_IDENTITY,
     Manifest,
+    check_reward,
     identity_differences,
     new_manifest,
     require_manifest,
@@ -160,6 +161,7 @@ def _check_shards(roots: Sequence[Path]) -> list[_Shard]:
             raise IdentityMismatchError(
                 f"{first} and {root} are not shards of one run. What differs:\n{lines}", differences
             )
+        check_reward(root, old, new)
         if new.versions != old.versions:
             logger.warning(
                 "%s and %s were generated with different versions: %s and %s",
@@ -305,6 +307,7 @@ def _merged_manifest(shard: Manifest, output: Path) -> Manifest:
         tools=shard.tools,
         logprobs=shard.logprobs,
         pad_token_id=shard.pad_token_id,
+        reward=shard.reward,
     )
 
 

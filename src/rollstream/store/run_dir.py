@@ -13,7 +13,7 @@ from rollstream.errors import ConfigError, DamageError, RunDirectoryError, Stora
 from rollstream.store.batch import DamagedFileError, forget_digests
 from rollstream.store.journal import sync_folder, write_file_durably
 from rollstream.store.lock import RunLock
-from rollstream.store.manifest import Manifest, check_identity, read_manifest, write_manifest
+from rollstream.store.manifest import Manifest, check_identity, check_reward, read_manifest, write_manifest
 from rollstream.store.merge import merge_batches, merged_batches
 from rollstream.store.paths import RunPaths, missing_batches
 from rollstream.store.recovery import RunState, quarantine_batch, recover
@@ -146,6 +146,7 @@ def open_run(
             )
         else:
             check_identity(root, manifest.identity, wanted.identity, extend=False)
+            check_reward(root, manifest, wanted)
         _keep_tokenizer(paths, tokenizer)
         state = recover(paths, manifest)
     except OSError as error:

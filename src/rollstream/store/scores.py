@@ -211,9 +211,9 @@ class Rewards:
         """Rows with these rewards.
 
         Args:
-            table: with `SCORED_COLUMNS`; `reward` and `reward_extra` are replaced where it has them.
+            table: with `SCORED_COLUMNS`, if it has `reward` or `reward_extra`, which are replaced.
         """
-        if self.name is None:
+        if self.name is None or not {"reward", "reward_extra"}.intersection(table.column_names):
             return table
         return self._scores.apply(table, keeps_recorded=self._keeps_recorded)
 

@@ -113,34 +113,6 @@ def test_where_nothing_is_done_everything_may_change() -> None:
     assert adopts(identity(), identity("actor_rollout_ref.rollout.n=9"), nothing_done=True) is True
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"path": "new.py", "name": "compute_score"}, "--reward new.py"),
-        (
-            {"path": "a b.py", "name": "f", "reward_kwargs": {"x": 1}},
-            "--reward 'a b.py' --function f --kwargs '{\"x\":1}'",
-        ),
-        ({"path": None}, "--rules"),
-    ],
-)
-def test_where_only_the_reward_differs_the_command_that_scores_anew_is_said(
-    given: dict[str, object], words: str
-) -> None:
-    old = manifest({**identity(), "reward": "before"})
-    wanted = new_manifest(
-        n=1, identity=identity(), dataset={}, versions={}, config={"custom_reward_function": given}
-    )
-    how: dict[str, Any] = {"extend": False, "nothing_done": False, "files": {}}
-    with pytest.raises(IdentityMismatchError) as caught:
-        adopted_manifest(Path("run"), old, wanted, **how)
-    assert f"only the reward differs: rollstream score run {words}\n" in str(caught.value)
-    assert "before" not in str(caught.value) and caught.value.differences == [("reward", "before", "r")]
-    both = msgspec.structs.replace(wanted, identity={**identity(), "engine": "hf"})
-    with pytest.raises(IdentityMismatchError, match="'openvino' -> 'hf'"):
-        adopted_manifest(Path("run"), old, both, **how)
-
-
 def test_the_schemas_of_what_is_done_stay_in_a_run_that_takes_other_settings() -> None:
     old = msgspec.structs.replace(manifest({**identity(), "tools": "a"}), tools={"d1": {}})
     wanted = msgspec.structs.replace(manifest({**identity(), "tools": "b"}), tools={"d2": {}})
