@@ -70,10 +70,10 @@ def test_short_flags_are_names_of_keys(tmp_path: Path, capsys: pytest.CaptureFix
     assert shown["trainer"]["default_local_dir"] == "[o]"
     main(["demo", "-n", "3", "actor_rollout_ref.rollout.n=5", "--show-config", "--json"])
     assert orjson.loads(capsys.readouterr().out)["actor_rollout_ref"]["rollout"]["n"] == 5
-    bounds = {"0": "at least 1 ", str(10**12): "at most 1e+09 ", str(10**20): ""}
+    bounds = {"0": ">= 1", str(10**12): "<= 1000000000", str(10**20): ""}
     for n, bound in bounds.items():
         assert main(["generate", "-n", n, "--show-config"]) == 2
-        assert f"actor_rollout_ref.rollout.n must be {bound}" in capsys.readouterr().err
+        assert "actor_rollout_ref.rollout.n must be" in (told := capsys.readouterr().err) and bound in told
     words = ["demo", "-n", str(10**9), "train_tasks.0.size=5000", "--output", str(tmp_path), "--dry-run"]
     assert main(words) == 2
     assert "5000 prompts and actor_rollout_ref.rollout.n=1000000000" in (said := capsys.readouterr().err)

@@ -4,7 +4,7 @@ The defaults are `generation.yaml`; configuration files lie over it in their ord
 grammar (`a.b=1`, `+a.b=1`, `~a.b`, lists, dicts, quotes) over those. A file that has `defaults:` or `hydra:`
 is composed by Hydra first. The `config.yaml` of a run directory means that folder. A key that
 `generation.yaml` does not have is an error with the nearest known name, except below the free-form keys and for
-verl's keys that change no data, see `verl_keys.yaml`. All problems are collected and said at once.
+keys of other systems that change no data (entry points of `rollstream.keys`: verl). All problems are said at once.
 
 For a setting that is a text (a path, a name) the text behind `=` is taken as it is where Hydra's grammar
 cannot read it (`~/x.jsonl`, letters beyond ASCII, brackets) or reads a number or a truth value in it.
@@ -15,18 +15,17 @@ import glob
 import importlib.util
 import logging
 import re
-import shlex
 import shutil
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import msgspec
 from omegaconf import DictConfig, OmegaConf
@@ -68,29 +67,39 @@ _OF_EVERY_RENDERING = frozenset(
 )
 """Arguments of transformers' `apply_chat_template` that are not the template's, but say how it is used."""
 
-_NEAR = 0.8
-"""How alike (difflib's ratio) two last words must be for "did you mean"; the words before them less."""
-
-_NEAR_BESIDE = 0.65
-"""The same where the words before them are equal: `nn` is as near to `n`."""
-
 _LAUNCHED = ("sglang", "vllm")
 """Engines whose servers rollstream launches where no `server_urls` are given."""
 
-_RAY_CALLS_IT = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-"""Resources that have an option of their own: Ray refuses them among the others."""
-
 _GROUPS = "a config group is chosen in the `defaults:` of a file that --config names"
 
-_NO_EFFECT = "nothing here depends on them"
+_NOT_OURS = "nothing here depends on them"
 
 _SHOWN = 16
 """Left out keys named in a note."""
 
-_IN_ENGLISH = {
-    **{"int": "an integer", "float": "a number", "str": "a text", "bool": "true or false"},
-    **{"array": "a list", "object": "a mapping"},
-}
+
+class ForeignKeys(Protocol):
+    """Keys of another system that a configuration may have: an entry point of `rollstream.keys`."""
+
+    def renamed(self, key: str) -> str:
+        """The key of rollstream's that `key` means; `key` itself where it means none."""
+
+    def take(
+        self,
+        values: MutableMapping[str, Any],
+        written: set[str],
+        problems: list[str],
+        notes: MutableMapping[str, list[str]],
+    ) -> None:
+        """Takes its keys out of a layer, or puts rollstream's in their place.
+
+        Args:
+            values: The layer, by dotted key.
+            written: The keys that its author wrote; the others come from config groups.
+            problems: Gets what would change the data and cannot be done.
+            notes: Gets the keys that are left out, by the reason why.
+        """
+
 
 _SIMPLE_WORD = re.compile(r"(?:\+\+?)?([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
@@ -275,8 +284,8 @@ def _known_tree() -> Any:
 
 
 @cache
-def _verl_keys() -> Any:
-    return OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("verl_keys.yaml")))
+def _foreign_keys() -> list[ForeignKeys]:
+    return [plugins.load("rollstream.keys", name) for name in plugins.names("rollstream.keys")]
 
 
 def _is_free_form(key: str) -> bool:
@@ -324,14 +333,10 @@ def _compose_by_hydra(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
             composed: Any = OmegaConf.to_container(hydra_compose(path.stem, words))
     except (HydraException, OmegaConfBaseException) as error:
         what = _first_line(error) or _first_line(error.__cause__ or error)
-        hint = ""
-        if any("verl" in str(one) for one in searched) and importlib.util.find_spec("verl") is None:
-            hint = " (verl, which hydra.searchpath names, is not installed here)"
-        elif "Could not" in what:
-            hint = f" (looked in {path.absolute().parent} and {', '.join(map(str, searched))}; what to search is "
-            hint += "set by hydra.searchpath in the file, for verl's groups [pkg://verl.trainer.config])"
         raise ConfigError(
-            f"configuration file {path} cannot be composed: {what.removesuffix('.')}{hint}"
+            f"configuration file {path} cannot be composed: {what} (looked in {path.absolute().parent} and "
+            f"{', '.join(map(str, searched))}; hydra.searchpath in the file adds to them, for verl's groups "
+            "[pkg://verl.trainer.config], where verl is installed)"
         ) from error
     rest = {key: value for key, value in (hydra or {}).items() if key != "searchpath"}
     return ({"hydra": rest} if rest else {}) | dict(composed)
@@ -383,62 +388,34 @@ def _known_part(
 
     Args:
         tree: The layer.
-        own: What its author wrote. The rest comes from config groups: there keys that nobody knows are only
-            noted, and null means "not set".
+        own: What its author wrote. The rest comes from config groups: there unknown keys are only noted, and null
+            means "not set".
         where: Begins messages.
         problems: Gets what is wrong.
         notes: Gets the other keys, those that can be left out, by the reason why.
     """
     values, written = dict(_flat(tree)), set(dict(_flat(own)))
-    _take_verls_names(values, written, where, problems)
-    known, verl = _known_keys(), _verl_keys()
+    found: list[str] = []
+    for keys in _foreign_keys():
+        keys.take(values, written, found, notes)
+    known = _known_keys()
     kept = {}
     for path, value in values.items():
         is_own, is_branch = path in written, known.get(path)
-        placeholders, why = verl["placeholders"].get(path, ((), ""))
         if is_branch is None:
             parts = path.split(".")
             unknown = next(key for i in range(len(parts)) if (key := ".".join(parts[: i + 1])) not in known)
-            if (refusal := _refusal(path, value, unknown, is_own=is_own)) is not None:
-                problems.append(f"{where}{refusal}")
+            if is_own:
+                found.append(_unknown(unknown))
             else:
-                notes.setdefault(verl["of_servers"].get(unknown, _NO_EFFECT), []).append(unknown)
-        elif value in placeholders:
-            notes.setdefault(why, []).append(f"{path}={value}")
+                notes.setdefault(_NOT_OURS, []).append(unknown)
         elif is_branch and value != {} and not (isinstance(value, str) and value.startswith("${")):
             hint = f"; {_GROUPS}" if isinstance(value, str) else ""
-            problems.append(f"{where}{path} must hold keys (it is {value!r}){hint}")
+            found.append(f"{path} must hold keys (it is {value!r}){hint}")
         elif is_own or not (value is None or (isinstance(value, Mapping) and not any(value.values()))):
             kept[path] = value
+    problems += [f"{where}{problem}" for problem in found]
     return _nested(kept)
-
-
-def _our_name(key: str) -> str:
-    for theirs, ours in _verl_keys()["means"].items():
-        if f"{key}.".startswith(f"{theirs}."):
-            return f"{ours}{key.removeprefix(theirs)}"
-    return key
-
-
-def _take_verls_names(values: dict[str, Any], written: set[str], where: str, problems: list[str]) -> None:
-    """Puts values that a layer has under a name of verl's under rollstream's.
-
-    Where a layer has both, one is often an interpolation of the other. Otherwise what its author wrote counts
-    more than what config groups say, and two that the author wrote must be equal.
-    """
-
-    def refers(value: Any, key: str) -> bool:
-        return value is None or (isinstance(value, str) and "${" in value and key in value)
-
-    for theirs, ours in _verl_keys()["means"].items():
-        value, other = values.pop(theirs, None), values.get(ours)
-        if refers(value, ours):
-            continue
-        if refers(other, theirs) or (theirs in written and ours not in written):
-            values[ours] = value
-            written |= {ours} if theirs in written else set()
-        elif theirs in written and value not in (other, False):
-            problems.append(f"{where}{theirs} and {ours} are one setting (they are {value!r} and {other!r})")
 
 
 def _say_left_out(notes: Mapping[str, Iterable[str]]) -> None:
@@ -448,65 +425,17 @@ def _say_left_out(notes: Mapping[str, Iterable[str]]) -> None:
         more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
         lines.append(f"{', '.join(named[:_SHOWN])}{more} ({why})")
     if lines:
-        logger.warning("left out of verl's keys: %s", "; ".join(lines))
-
-
-def _refusal(path: str, value: Any, unknown: str, *, is_own: bool) -> str | None:
-    """Why a key that rollstream does not have cannot be left out; None: it can, it is verl's and has no effect.
-
-    A key that comes from a config group (not `is_own`) can, unless its value means something else here.
-    `unknown` is the part of `path` that already is no key.
-    """
-    verl = _verl_keys()
-    for key, (values, why) in verl["fine_with"].items():
-        if f"{path}.".startswith(f"{key}."):
-            # An interpolation of a config group's names another key, which is looked at by itself.
-            is_elsewhere = not is_own and isinstance(value, str) and value.startswith("${")
-            return None if value is None or value in values or is_elsewhere else f"{path}={value}: {why}"
-    if not is_own or unknown in verl["of_servers"]:
-        return None
-    for parent, names in verl["no_effect"].items():
-        if any(f"{path}.".startswith(f"{parent}.{name}.".lstrip(".")) for name in names):
-            return None
-    is_off = value in (None, False, 0, "", [], {})
-    return None if path.endswith("_target_") or (is_off and _called_here(path)) else _unknown(unknown)
-
-
-def _called_here(path: str) -> str | None:
-    names: dict[str, str] = _verl_keys()["called_here"]
-    return names.get(path) or names.get(path.rpartition(".")[2])
+        logger.warning("left out: %s", "; ".join(lines))
 
 
 def _unknown(path: str) -> str:
-    if ours := _called_here(path):
-        hint = f"; it is {ours} here."
-    else:
-        near = _nearest(path)
-        hint = f"; did you mean {near!r}?" if near else "."
+    known = _known_keys()
+    word = path.rpartition(".")[2]
+    near = [key for key in known if key.rpartition(".")[2] == word]
+    if len(near) != 1:
+        near = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"unknown key {path!r}{hint} All keys: `rollstream generate --help-config`."
-
-
-def _nearest(path: str) -> str | None:
-    """The known key that `path` may mean: the only one of that last word, or one alike in both words."""
-    parent, _, word = path.rpartition(".")
-    same = [key for key in _known_keys() if key.rpartition(".")[2] == word]
-    if len(same) == 1:
-        return same[0]
-
-    def likeness(key: str) -> tuple[float, float]:
-        key_parent, _, key_word = key.rpartition(".")
-        by_word = difflib.SequenceMatcher(None, word, key_word).ratio()
-        last = (parent.rpartition(".")[2], key_parent.rpartition(".")[2])
-        by_parent = difflib.SequenceMatcher(None, *last).ratio() if parent else 1.0
-        return min(by_word, by_parent + 0.2), difflib.SequenceMatcher(None, path, key).ratio()
-
-    best = max(sorted(_known_keys()), key=likeness)
-    if likeness(best)[0] >= _NEAR:
-        return best
-    # Where all but the last word is right, that one may be less alike.
-    beside = [key.rpartition(".")[2] for key in _known_keys() if key.rpartition(".")[0] == parent]
-    found = difflib.get_close_matches(word, beside, n=1, cutoff=_NEAR_BESIDE) if parent else []
-    return f"{parent}.{found[0]}" if found else None
 
 
 @cache
@@ -578,8 +507,8 @@ def read_value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
         hints = get_type_hints(kind, include_extras=True)
         below = f"{path}." if path else ""
         for key in value.keys() - hints.keys():
-            takes = f"; it takes {', '.join(hints)}" if is_typeddict(kind) else ""
-            problems.append(f"unknown key '{below}{key}'{takes}" if takes else _unknown(f"{below}{key}"))
+            takes = f"unknown key '{below}{key}'; it takes {', '.join(hints)}"
+            problems.append(takes if is_typeddict(kind) else _unknown(f"{below}{key}"))
         given = value if is_typeddict(kind) else dict.fromkeys(hints) | dict(value)
         fields = {
             name: read_value(hints[name], given[name], f"{below}{name}", problems)
@@ -602,27 +531,18 @@ def read_value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
 
 
 def _described(kind: Any, message: str, value: Any) -> str:
-    """A message of msgspec's for people: what the value must be."""
-    expected = message.replace("`", "").replace("Expected ", "", 1).partition(", got ")[0]
-    if (wrong := re.fullmatch(r"Invalid enum value '(.*)'", message, re.DOTALL)) is not None:
-        choices = [
-            str(one) for each in get_args(kind) if each is not NoneType for one in get_args(each) or [each]
-        ]  # maybe of a list
-        near = difflib.get_close_matches(wrong[1], choices, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"must be one of {', '.join(choices)} (it is {wrong[1]!r}){hint}"
-    if expected.endswith("of length >= 1"):
-        return "must not be empty"
-    if expected.startswith("str matching"):
-        wanted = [
-            meta.description for one in (kind, *get_args(kind)) for meta in getattr(one, "__metadata__", ())
+    """A message of msgspec's with what the value may be."""
+    if message.startswith("Invalid enum value"):
+        options = [
+            option for each in get_args(kind) if each is not NoneType for option in get_args(each) or [each]
         ]
-        return f"must be {' or '.join(map(str, wanted))} (it is {value!r})"
-    for sign, words in ((">= ", "at least"), ("<= ", "at most"), ("> ", "above"), ("< ", "below")):
-        if sign in expected:
-            return f"must be {words} {float(expected.rpartition(sign)[2]):g} (it is {value!r})"
-    kinds = " or ".join(_IN_ENGLISH.get(one, one) for one in expected.split(" | "))
-    return f"must be {kinds} (it is {value!r})"
+        return f"must be one of {', '.join(map(str, options))} (it is {value!r})"
+    described = [
+        meta.description for one in (kind, *get_args(kind)) for meta in getattr(one, "__metadata__", ())
+    ]
+    expected = message.replace("`", "").replace("Expected ", "", 1).partition(", got ")[0]
+    wanted = " or ".join(text for text in described if text) if "matching" in expected else expected
+    return f"must be {wanted} (it is {value!r})"
 
 
 def _read_override(text: str) -> tuple[str, Any]:
@@ -637,26 +557,16 @@ def _read_override(text: str) -> tuple[str, Any]:
         override = OverridesParser.create().parse_override(text)
         value = None if override.is_delete() else override.value()
     except HydraException as error:
-        if simple is None:
-            is_file = text.endswith((".jsonl", ".json", ".parquet"))
-            why = (
-                "several files: --prompts before each, or a pattern in quotes"
-                if is_file
-                else _first_line(error)
-            )
-            raise ConfigError(f"cannot read {text!r} as key=value: {why}") from error
-        if key not in _known_keys() and not _is_free_form(key):
-            raise ConfigError(_unknown(key)) from error
-        is_structure = simple[2][:1] in tuple("[{'\"")  # that begins something that goes wrong later
-        if str in kinds and not is_structure:
+        if simple is not None and str in kinds and simple[2][:1] not in tuple("[{'\""):
             return key, simple[2]
-        example = f'\'{simple[1]}=["a b", "c"]\'' if is_structure else _quoted(simple)
+        if simple is not None and key not in _known_keys() and not _is_free_form(key):
+            raise ConfigError(_unknown(key)) from error
         raise ConfigError(
-            f"cannot read the value of {text!r}; put texts in quotes, for a shell like this: {example}"
+            f"cannot read {text!r} as key=value: {_first_line(error)}; texts with other characters than letters and "
+            "digits need quotes, and several prompt files --prompts before each"
         ) from error
     if override.is_sweep_override():
-        hint = "" if simple is None else f"; if the comma is part of it: {_quoted(simple)}"
-        raise ConfigError(f"{text!r} is a sweep; one run takes one value per key{hint}")
+        raise ConfigError(f"{text!r} is a sweep; one run takes one value per key, with a comma in quotes")
     if "/" in override.key_or_group or override.package is not None:
         raise ConfigError(f"{text!r}: {_GROUPS}")
     is_switch = isinstance(value, bool) and bool in kinds
@@ -665,10 +575,10 @@ def _read_override(text: str) -> tuple[str, Any]:
     return _our_name(override.key_or_group), value
 
 
-def _quoted(word: re.Match[str]) -> str:
-    """A `key=value` word with its value in quotes, as it is typed in a shell."""
-    escaped = word[2].replace('"', '\\"')
-    return shlex.quote(f'{word[1]}="{escaped}"')
+def _our_name(key: str) -> str:
+    for keys in _foreign_keys():
+        key = keys.renamed(key)
+    return key
 
 
 def _conflicts(settings: Settings) -> Iterator[str]:
@@ -709,13 +619,6 @@ def _conflicts(settings: Settings) -> Iterator[str]:
             f"generation.export=[{','.join(generation.export)}] is made of the merged artifact, which "
             "generation.final_merge=false leaves out: set one of them otherwise"
         )
-    if generation.verl_overrides and generation.executor != "verl":
-        yield f"generation.verl_overrides is for generation.executor=verl (it is {generation.executor})"
-    if settings.ray_kwargs.timeline_json_file is not None and generation.executor == "local":
-        yield "ray_kwargs.timeline_json_file is for generation.executor=ray or verl (it is local)"
-    if settings.ray_kwargs.worker and generation.executor == "local":
-        yield "ray_kwargs.worker is for generation.executor=ray or verl (it is local)"
-    yield from _ray_conflicts(settings.ray_kwargs.worker)
 
 
 def _unused(settings: Settings) -> list[str]:
@@ -725,8 +628,15 @@ def _unused(settings: Settings) -> list[str]:
     """
     rollout, executor = settings.actor_rollout_ref.rollout, settings.generation.executor
     unused = []
-    if executor == "local" and rollout.agent.num_workers is not None:
-        unused.append(f"{_ROLLOUT}.agent.num_workers")
+    if executor != "verl" and settings.generation.verl_overrides:
+        unused.append("generation.verl_overrides")
+    if executor == "local":
+        given = {
+            f"{_ROLLOUT}.agent.num_workers": rollout.agent.num_workers is not None,
+            "ray_kwargs.timeline_json_file": settings.ray_kwargs.timeline_json_file is not None,
+            "ray_kwargs.worker": bool(settings.ray_kwargs.worker),
+        }
+        unused += [key for key, is_given in given.items() if is_given]
     if executor != "verl" and (rollout.name not in _LAUNCHED or rollout.server_urls):
         if settings.trainer.n_gpus_per_node is not None:
             unused.append("trainer.n_gpus_per_node")
@@ -736,14 +646,3 @@ def _unused(settings: Settings) -> list[str]:
     if executor == "local" and rollout.launch.where != "ray" and is_given:
         unused.append("ray_kwargs.ray_init")
     return unused
-
-
-def _ray_conflicts(worker: Mapping[str, Any]) -> Iterator[str]:
-    for resource in worker.get("resources", {}):
-        if resource in _RAY_CALLS_IT:
-            yield f"ray_kwargs.worker.resources.{resource}: say ray_kwargs.worker.{_RAY_CALLS_IT[resource]}"
-    variables = worker.get("runtime_env", {}).get("env_vars", {})
-    try:
-        msgspec.convert(variables, dict[str, str])
-    except msgspec.ValidationError:
-        yield "ray_kwargs.worker.runtime_env.env_vars must be texts by name: put numbers in quotes"

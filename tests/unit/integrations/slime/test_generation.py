@@ -267,7 +267,7 @@ async def test_a_row_may_be_changed_before_it_is_used(world: World, monkeypatch:
         ({"tools": ["calcu"], "rollstream": {"tools_file": str(TOOLS)}}, "did you mean 'calculator'"),
         ({"tokenizer_path": "/nowhere"}, "/nowhere"),
         ({"engine": "sglan"}, "did you mean 'sglang'"),
-        ({"num_process": "many"}, "num_process must be an integer"),  # by the payload's name of it
+        ({"num_process": "many"}, "num_process"),  # by the payload's name of it
     ],
 )
 async def test_what_cannot_work_is_refused_by_name(world: World, change: dict[str, Any], words: str) -> None:
@@ -502,7 +502,7 @@ def test_the_payload_is_a_configuration() -> None:
     [
         ({"input_file": None}, "input_file: None"),
         ({"sampling_params": "hot"}, "sampling_params: 'hot'"),
-        ({"sampling_params": {"temperature": -1}}, "rollout.temperature must be at least 0"),
+        ({"sampling_params": {"temperature": -1}}, "rollout.temperature"),
         ({"sampling_params": {"max_tokens": 1, "max_new_tokens": 1}}, "both"),
         ({"max_tokens": None, "sampling_params": {}}, "max_tokens is missing"),
     ],

@@ -40,11 +40,6 @@ def test_other_executors_ask_for_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pa
     check_executor(to_settings(compose(words(tmp_path, "generation.executor=local"))))
 
 
-def test_overrides_are_for_this_executor(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"verl_overrides is for generation\.executor=verl"):
-        to_settings(compose(words(tmp_path, 'generation.verl_overrides=["a=b"]', "generation.executor=ray")))
-
-
 @pytest.mark.parametrize(
     ("name", "word", "message"),
     [

@@ -1,0 +1,99 @@
+"""What becomes of verl's keys in a configuration of rollstream's: an entry point of `rollstream.keys`.
+
+A configuration that was written for verl is taken as it is, as far as that changes no data. Some keys are other names
+for settings (`means`), training's have no effect, and a value that asks for something else than what happens here is
+an error. keys.yaml has the tables.
+"""
+
+from collections.abc import MutableMapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+_PLACEHOLDERS = ("dummy", "dummy_dtensor", "dummy_hf", "dummy_megatron")
+"""Values of `load_format` by which a trainer's servers begin without weights."""
+
+_LOAD_FORMAT = "actor_rollout_ref.rollout.load_format"
+
+_NO_EFFECT = (
+    "verl's; nothing here depends on them, launched servers take actor_rollout_ref.rollout.launch.args"
+)
+
+
+@cache
+def _tables() -> Any:
+    return OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("keys.yaml")))
+
+
+class VerlKeys:
+    """See `rollstream.config.load.ForeignKeys`."""
+
+    def renamed(self, key: str) -> str:
+        for theirs, ours in _tables()["means"].items():
+            if _is_below(key, theirs):
+                return f"{ours}{key.removeprefix(theirs)}"
+        return key
+
+    def take(
+        self,
+        values: MutableMapping[str, Any],
+        written: set[str],
+        problems: list[str],
+        notes: MutableMapping[str, list[str]],
+    ) -> None:
+        self._rename(values, written, problems)
+        tables = _tables()
+        for path, value in [*values.items()]:
+            if path == _LOAD_FORMAT and value in _PLACEHOLDERS:
+                notes.setdefault("weights are read from the model: auto", []).append(f"{path}={value}")
+            elif (rule := _rule(path, tables["fine_with"])) is not None:
+                fine, why = rule
+                # An interpolation of a config group's names another key, which is looked at by itself.
+                is_elsewhere = path not in written and isinstance(value, str) and value.startswith("${")
+                if not (value is None or value in fine or is_elsewhere):
+                    problems.append(f"{path}={value}: {why}")
+                notes.setdefault(_NO_EFFECT, []).append(path)
+            elif (parent := _left_out(path, tables["no_effect"])) is not None or path.endswith("_target_"):
+                notes.setdefault(_NO_EFFECT, []).append(parent or path)
+            else:
+                continue
+            del values[path]
+
+    def _rename(self, values: MutableMapping[str, Any], written: set[str], problems: list[str]) -> None:
+        """Puts values under rollstream's names.
+
+        Where a layer has both names, one is often an interpolation of the other. Otherwise what its author wrote
+        counts more than what config groups say, and two that the author wrote must be equal.
+        """
+
+        def refers(value: Any, key: str) -> bool:
+            return value is None or (isinstance(value, str) and "${" in value and key in value)
+
+        for theirs, ours in _tables()["means"].items():
+            value, other = values.pop(theirs, None), values.get(ours)
+            if refers(value, ours):
+                continue
+            if refers(other, theirs) or (theirs in written and ours not in written):
+                values[ours] = value
+                written |= {ours} if theirs in written else set()
+            elif theirs in written and value not in (other, False):
+                problems.append(f"{theirs} and {ours} are one setting (they are {value!r} and {other!r})")
+
+
+def _is_below(path: str, key: str) -> bool:
+    return f"{path}.".startswith(f"{key}.")
+
+
+def _rule(path: str, rules: dict[str, Any]) -> Any:
+    return next((rule for key, rule in rules.items() if _is_below(path, key)), None)
+
+
+def _left_out(path: str, tables: dict[str, list[str]]) -> str | None:
+    """The key that is left out with all that is below it."""
+    keys = (f"{parent}.{name}".lstrip(".") for parent, names in tables.items() for name in names)
+    return next((key for key in keys if _is_below(path, key)), None)
+
+
+KEYS = VerlKeys()
