@@ -35,7 +35,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "images": ("import PIL.Image",),
     "ray": ("from rollstream.engine.ray_package import import_ray; import_ray()",),
     "buffer": ("import uvloop", "buffer --help"),
-    "postgres": ("import asyncpg",),
+    "postgres": ("import psycopg",),
     "verifiers": ("import verifiers", "verifiers --help"),
     "hub": ("from huggingface_hub import HfApi",),
     "wandb": ("import wandb",),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.buffer.store.sql import Driver
+from rollstream.buffer.store.sql import Database
 from tests.support.postgres import PostgresServer, new_schema, postgres
 from tests.support.store_worker import BATCH, GROUP, new_store, open_driver
 
@@ -61,7 +61,7 @@ class Worker:
         return self.lines
 
 
-async def check(driver: Driver, said: list[list[str]]) -> None:
+async def check(driver: Database, said: list[list[str]]) -> None:
     tried = [uids for what, *uids in said if what == "writes"]
     wrote = {uid for what, *uids in said if what == "wrote" for uid in uids}
     acks = {lease: uids for what, lease, *uids in said if what == "acks"}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.store.base import Removal, Wanted
-from rollstream.buffer.store.sql import Driver, SqlStore
-from rollstream.buffer.store.sqlite import SqliteDriver
+from rollstream.buffer.store.sql import Database, SqlStore
+from rollstream.buffer.store.sqlite import SqliteDatabase
 from rollstream.errors import NotFoundError, StorageError
 from tests.support.stores import FixedPolicy, item
 
@@ -19,15 +19,15 @@ BATCH = 2
 WRITERS = 6
 
 
-def open_driver(kind: str, *where: str) -> Driver:
+def open_driver(kind: str, *where: str) -> Database:
     if kind == "sqlite":
-        return SqliteDriver(Path(where[0]))
-    from rollstream.buffer.store.postgres import PostgresDriver
+        return SqliteDatabase(Path(where[0]))
+    from rollstream.buffer.store.postgres import PostgresDatabase
 
-    return PostgresDriver(*where)
+    return PostgresDatabase(*where)
 
 
-def new_store(driver: Driver) -> SqlStore:
+def new_store(driver: Database) -> SqlStore:
     return SqlStore(driver, FixedPolicy(GroupSettings(group_size=GROUP, raw=True)))
 
 
@@ -88,7 +88,7 @@ async def read_once(store: SqlStore, name: str, count: int) -> None:
     say("acked", lease)
 
 
-async def main(name: str, driver: Driver) -> None:
+async def main(name: str, driver: Database) -> None:
     store = new_store(driver)
     await store.open()
     for lease in await store.leases():

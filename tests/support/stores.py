@@ -1,12 +1,12 @@
 """Items, rules and a clock for tests of the buffer's store."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.items import InstanceId, Item
 from rollstream.buffer.store.base import JobRecord
-from rollstream.buffer.store.sql import Driver, Tx
+from rollstream.buffer.store.sql import Database, Tx
 
 TASKS = {
     "math": GroupSettings(group_size=3, group_timeout_seconds=30.0),
@@ -34,31 +34,30 @@ class Clock:
     now = 1000.0
 
 
-class WrappedDriver:
-    """A driver whose transactions a test sees, or changes."""
+class WrappedDatabase:
+    """A database whose transactions a test sees, or changes."""
 
-    def __init__(self, driver: Driver, wrap: Callable[[Tx], Tx]) -> None:
-        self._driver, self._wrap = driver, wrap
-        self.open, self.close = driver.open, driver.close
-        self.disk_bytes, self.tidy = driver.disk_bytes, driver.tidy
-        self.formats = driver.formats
+    def __init__(self, database: Database, wrap: Callable[[Tx], Tx]) -> None:
+        self._database, self._wrap = database, wrap
+        self.open, self.close = database.open, database.close
+        self.disk_bytes, self.tidy = database.disk_bytes, database.tidy
 
-    async def transaction(self, work: Callable[[Tx], Awaitable[Any]], size: int = 0) -> Any:
-        return await self._driver.transaction(lambda tx: work(self._wrap(tx)), size)
+    def transaction(self, work: Callable[[Tx], Any], size: int = 0) -> Any:
+        return self._database.transaction(lambda tx: work(self._wrap(tx)), size)
 
-    async def read(self, work: Callable[[Tx], Awaitable[Any]]) -> Any:
-        return await self._driver.read(lambda tx: work(self._wrap(tx)))
+    def read(self, work: Callable[[Tx], Any]) -> Any:
+        return self._database.read(lambda tx: work(self._wrap(tx)))
 
 
-class ClockedDriver(WrappedDriver):
-    """A driver whose time is a test's."""
+class ClockedDatabase(WrappedDatabase):
+    """A database whose time is a test's."""
 
-    def __init__(self, driver: Driver, clock: Clock) -> None:
+    def __init__(self, database: Database, clock: Clock) -> None:
         def at_the_clock(tx: Tx) -> Tx:
             tx.now = clock.now
             return tx
 
-        super().__init__(driver, at_the_clock)
+        super().__init__(database, at_the_clock)
 
 
 def item(

@@ -11,7 +11,7 @@ from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.reads import TaskPolicy
 from rollstream.buffer.store.base import described, listed
 from rollstream.buffer.store.sql import SqlStore
-from rollstream.buffer.store.sqlite import FILE, SqliteDriver
+from rollstream.buffer.store.sqlite import FILE, SqliteDatabase
 from rollstream.errors import NotFoundError, RunDirectoryError
 from rollstream.integrations.slime.generator_files import GeneratorFiles
 
@@ -29,8 +29,8 @@ class BufferFolder:
                 f"{folder} is not the folder of a buffer: it has no {FILE}. Of one with --store give the server's URL"
             )
         self._folder = folder
-        self._driver = SqliteDriver(folder, read_only=True)
-        self._store = SqlStore(self._driver, TaskPolicy(GroupSettings(), GeneratorFiles(())))
+        self._database = SqliteDatabase(folder, read_only=True)
+        self._store = SqlStore(self._database, TaskPolicy(GroupSettings(), GeneratorFiles(())))
 
     async def stats(self) -> dict[str, Any]:
         jobs = await self._store.jobs()
@@ -50,22 +50,22 @@ class BufferFolder:
         return found
 
     async def __aenter__(self) -> Self:
-        if (clock := await self._driver.read(_clock)) is None:
-            await self._driver.close()
+        if (clock := self._database.read(_clock)) is None:
+            await self._store.close()
             raise RunDirectoryError(
                 f"{self._folder}: nothing is in it yet, its server's first start failed; start the server again"
             )
-        self._driver.set_clock(clock)
+        self._database.set_clock(clock)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self._driver.close()
+        await self._store.close()
 
 
-async def _clock(tx: Any) -> float | None:
+def _clock(tx: Any) -> float | None:
     """The store's clock, had it gone on since the last change; None: nothing is set up."""
-    there = await tx.rows("SELECT 1 FROM sqlite_master WHERE name = 'totals'")
-    if not there or not (rows := await tx.rows("SELECT json FROM totals")):
+    there = tx.rows("SELECT 1 FROM sqlite_master WHERE name = 'totals'")
+    if not there or not (rows := tx.rows("SELECT json FROM totals")):
         return None
     totals, now = orjson.loads(rows[0][0]), time.time()
     return float(totals.get("clock", 0.0) + max(0.0, now - totals.get("changed", now)))

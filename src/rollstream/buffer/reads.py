@@ -116,9 +116,9 @@ class _Waiter:
         self.wanted = wanted
         self.given: asyncio.Future[Taken] = asyncio.get_running_loop().create_future()
         self.found = _NOTHING
-        """By the last try, which got no groups."""
-        self.news = [Change(elsewhere=True)]
-        """What has become ready since the last try."""
+        """The result of the last try, which got no groups."""
+        self.tried = -1
+        """How often groups had become ready at that try."""
 
 
 class Reads:
@@ -158,10 +158,8 @@ class Reads:
 
     def on_change(self, change: Change) -> None:
         """Has readers tried again that may get what has become ready, and groups judged."""
-        if change.ready or change.elsewhere:
+        if change.ready:
             self._changes += 1
-            for waiter in self._waiters:
-                waiter.news.append(change)
             self._news.set()
         if change.unjudged:
             self._unjudged.set()
@@ -170,7 +168,7 @@ class Reads:
         """Hooks may have been mended: paused tasks go on."""
         self._paused.clear()
         self._failed_in_a_row.clear()
-        self.on_change(Change(elsewhere=True, unjudged=True))
+        self.on_change(Change(ready=True, unjudged=True))
 
     def end_waits(self) -> None:
         """Those who wait get nothing more."""
@@ -242,7 +240,7 @@ class Reads:
             self._news.clear()
             in_vain: dict[Wanted, tuple[int, Taken]] = {}
             for waiter in list(self._waiters):
-                if waiter.news and not waiter.given.done():
+                if waiter.tried != self._changes and not waiter.given.done():
                     try:
                         await self._serve(waiter, in_vain)
                     except Exception as error:
@@ -250,21 +248,17 @@ class Reads:
                             waiter.given.set_exception(error)
 
     async def _serve(self, waiter: _Waiter, in_vain: dict[Wanted, tuple[int, Taken]]) -> None:
-        news, waiter.news = waiter.news, []
         asked = waiter.wanted()
-        scope = Scope(asked.task, asked.jobs)
-        if not any(one.elsewhere or any(scope.has(*key) for key in one.ready) for one in news):
-            return
         # Whoever asks for the same gets the same: nothing, until something has become ready.
         question = msgspec.structs.replace(asked, consumer=None, read_id=None, seconds=0.0)
-        changes, waiter.found = in_vain.get(question, (-1, waiter.found))
-        if changes == self._changes:
+        waiter.tried, waiter.found = in_vain.get(question, (-1, waiter.found))
+        if waiter.tried == self._changes:
             return
-        changes = self._changes
+        waiter.tried = self._changes
         taken = await self._take(asked)
         if taken.lease is None:
             waiter.found = taken
-            in_vain[question] = changes, taken
+            in_vain[question] = waiter.tried, taken
         elif waiter.given.done():
             await self.give_back(taken.lease.id)
         else:

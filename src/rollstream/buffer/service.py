@@ -26,8 +26,8 @@ from rollstream.buffer.items import (
 )
 from rollstream.buffer.reads import Reads, Scope, TaskPolicy
 from rollstream.buffer.store.base import Change, Group, GroupState, Limits, Stats, Taken
-from rollstream.buffer.store.sql import Driver, SqlStore
-from rollstream.buffer.store.sqlite import SqliteDriver
+from rollstream.buffer.store.sql import Database, SqlStore
+from rollstream.buffer.store.sqlite import SqliteDatabase
 from rollstream.errors import BufferFullError, ConfigError, RollstreamError, RunDirectoryError
 from rollstream.integrations.slime.generator_files import GeneratorFiles
 from rollstream.integrations.slime.hook_process import HookProcess
@@ -108,7 +108,7 @@ class Service:
         self.host = GeneratorFiles(options.generators, options.hook_seconds)
         self._parser = HookProcess(_PARSE_S)
         self.policy = TaskPolicy(options.settings, self.host)
-        self.store = SqlStore(_driver(options), self.policy, options.limits)
+        self.store = SqlStore(_database(options), self.policy, options.limits)
         self.reads = Reads(self.store, self.host, self.policy)
         self.jobs = Jobs(
             self.store,
@@ -457,16 +457,16 @@ def closing_error() -> HTTPError:
     return HTTPError(503, "the server stops", "closing", headers={"retry-after": "1"})
 
 
-def _driver(options: BufferOptions) -> Driver:
+def _database(options: BufferOptions) -> Database:
     if options.store is None:
-        return SqliteDriver(options.directory)
+        return SqliteDatabase(options.directory)
     if not options.store.startswith(("postgresql://", "postgres://")):
         raise ConfigError(
             f"--store: {options.store!r:.100} is no URL of a database: postgresql://host/database"
         )
-    from rollstream.buffer.store.postgres import PostgresDriver
+    from rollstream.buffer.store.postgres import PostgresDatabase
 
-    return PostgresDriver(options.store)
+    return PostgresDatabase(options.store)
 
 
 def _locked(directory: Path) -> RunLock:

@@ -2,38 +2,39 @@
 
 import asyncio
 import contextlib
-import errno
 import os
 import re
 import resource
 import shutil
 import sqlite3
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import asyncpg
 import msgspec
+import psycopg
 import pytest
 
 from rollstream.buffer.items import MAX_TEXT, Item
 from rollstream.buffer.store.base import Change, Group, JobRecord, Judged, Limits, Removal, Wanted
-from rollstream.buffer.store.postgres import PostgresDriver
-from rollstream.buffer.store.sql import Driver, SqlStore, Tx
-from rollstream.buffer.store.sqlite import FILE, SqliteDriver
+from rollstream.buffer.store.postgres import PostgresDatabase
+from rollstream.buffer.store.sql import Database, SqlStore, Tx
+from rollstream.buffer.store.sqlite import FILE, SqliteDatabase
 from rollstream.errors import (
     BufferFullError,
     ConfigError,
     ConflictError,
     DataError,
     NotFoundError,
+    RunDirectoryError,
     StorageError,
     StorageFullError,
 )
 from tests.support.postgres import PostgresServer, new_schema, postgres
-from tests.support.stores import Clock, ClockedDriver, FixedPolicy, WrappedDriver, item, pair
+from tests.support.stores import Clock, ClockedDatabase, FixedPolicy, WrappedDatabase, item, pair
 
 __all__ = ["postgres"]
 
@@ -42,21 +43,21 @@ OpenStore = Callable[..., AbstractAsyncContextManager[SqlStore]]
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
-def new_driver(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Driver]:
+def new_driver(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Database]:
     if request.param == "sqlite":
-        return lambda: SqliteDriver(tmp_path)
+        return lambda: SqliteDatabase(tmp_path)
     server: PostgresServer = request.getfixturevalue("postgres")
     schema = new_schema()
-    return lambda: PostgresDriver(server.url, schema)
+    return lambda: PostgresDatabase(server.url, schema)
 
 
 @pytest.fixture
-def open_store(new_driver: Callable[[], Driver]) -> OpenStore:
+def open_store(new_driver: Callable[[], Database]) -> OpenStore:
     return lambda **limits: opened(new_driver(), **limits)
 
 
 @contextlib.asynccontextmanager
-async def opened(driver: Driver, **limits: int) -> AsyncIterator[SqlStore]:
+async def opened(driver: Database, **limits: int) -> AsyncIterator[SqlStore]:
     store = SqlStore(driver, FixedPolicy(), Limits(**limits))
     await store.open()
     try:
@@ -101,7 +102,7 @@ async def test_many_calls_at_once_are_all_answered(open_store: OpenStore) -> Non
         store.changed = changes.append
         answers = await asyncio.gather(*(store.write([one]) for n in range(100) for one in pair(f"g{n}")))
         assert answers == [[True]] * 200
-        assert sum(sum(change.ready.values()) for change in changes) == 100
+        assert any(change.ready for change in changes)
         leases = await asyncio.gather(*(lease_of(store, 10) for _ in range(10)))
         acked = await asyncio.gather(*(store.ack([lease]) for lease in leases))
         assert sum(one.groups for one in acked) == 100
@@ -130,7 +131,7 @@ async def test_a_refused_call_leaves_the_others_of_its_transaction_alone(open_st
 
 
 async def test_a_write_that_cannot_be_stored_fails_alone(postgres: PostgresServer) -> None:
-    async with opened(PostgresDriver(postgres.url, new_schema())) as store:
+    async with opened(PostgresDatabase(postgres.url, new_schema())) as store:
         too_long = item("".join(chr(0x4E00 + n * 7 % 20_000) for n in range(MAX_TEXT)))
         answers = await asyncio.gather(
             store.write(pair("a")),
@@ -169,9 +170,9 @@ async def test_a_cancelled_call_is_still_done_and_close_waits_for_what_is_under_
         assert (await store.stats()).items == 40
 
 
-async def test_a_job_is_run_by_one_server(new_driver: Callable[[], Driver]) -> None:
+async def test_a_job_is_run_by_one_server(new_driver: Callable[[], Database]) -> None:
     clock = Clock()
-    async with opened(ClockedDriver(new_driver(), clock)) as store:
+    async with opened(ClockedDatabase(new_driver(), clock)) as store:
         await store.save_job(new_job(1))
         for seconds, server, claimed in (
             *((0, "one", True), (0, "two", False), (20, "one", True)),  # it renews its claim
@@ -244,7 +245,7 @@ class LostJudge(FixedPolicy):
 
 
 async def test_a_group_whose_judge_failed_and_is_gone_is_judged_by_default(
-    new_driver: Callable[[], Driver],
+    new_driver: Callable[[], Database],
 ) -> None:
     policy = LostJudge()
     store = SqlStore(new_driver(), policy)
@@ -271,7 +272,7 @@ async def test_a_group_whose_judge_failed_and_is_gone_is_judged_by_default(
 
 
 async def test_a_limit_of_a_files_size_is_a_full_disk(tmp_path: Path) -> None:
-    async with opened(SqliteDriver(tmp_path)) as store:
+    async with opened(SqliteDatabase(tmp_path)) as store:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, limits[1]))
         try:
@@ -284,23 +285,23 @@ async def test_a_limit_of_a_files_size_is_a_full_disk(tmp_path: Path) -> None:
 
 async def test_a_server_that_froze_loses_its_turn(postgres: PostgresServer) -> None:
     schema = new_schema()
-    async with opened(PostgresDriver(postgres.url, schema)) as store:
-        frozen = PostgresDriver(postgres.url, schema, frozen_s=1.0)
-        await frozen.open("")
-        begun, thawed = asyncio.Event(), asyncio.Event()
+    async with opened(PostgresDatabase(postgres.url, schema)) as store:
+        frozen = PostgresDatabase(postgres.url, schema, frozen_s=1.0)
+        frozen.open("")
+        begun, thawed = threading.Event(), threading.Event()
 
-        async def freeze(tx: Tx) -> None:
+        def freeze(tx: Tx) -> None:
             begun.set()
-            await thawed.wait()
-            await tx.rows("SELECT 1")
+            thawed.wait()
+            tx.rows("SELECT 1")
 
-        freezing = asyncio.create_task(frozen.transaction(freeze))
-        await begun.wait()
+        freezing = asyncio.create_task(asyncio.to_thread(frozen.transaction, freeze))
+        await asyncio.to_thread(begun.wait)
         assert await store.write(pair("a")) == [True, True]
         thawed.set()
         with pytest.raises(StorageError):
             await freezing
-        await frozen.close()
+        frozen.close()
 
 
 async def test_a_retried_group_belongs_to_no_lease(open_store: OpenStore) -> None:
@@ -330,25 +331,25 @@ async def own_groups(store: SqlStore) -> list[Group]:
 
 
 @pytest.mark.parametrize("groups", [0, 1000])
-async def test_no_statement_reads_a_whole_table(new_driver: Callable[[], Driver], groups: int) -> None:
+async def test_no_statement_reads_a_whole_table(new_driver: Callable[[], Database], groups: int) -> None:
     driver, statements = new_driver(), dict[str, Sequence[Any]]()
 
     def record(tx: Any) -> Tx:
         rows, many = tx.rows, tx.many
 
-        def recorded_rows(sql: str, *arguments: Any) -> Awaitable[list[Any]]:
+        def recorded_rows(sql: str, *arguments: Any) -> list[Any]:
             statements.setdefault(sql, arguments)
             return rows(sql, *arguments)  # type: ignore[no-any-return]
 
-        def recorded_many(sql: str, arguments: Sequence[Sequence[Any]]) -> Awaitable[None]:
+        def recorded_many(sql: str, arguments: Sequence[Sequence[Any]]) -> None:
             if arguments:
                 statements.setdefault(sql, arguments[0])
-            return many(sql, arguments)  # type: ignore[no-any-return]
+            many(sql, arguments)
 
         tx.rows, tx.many = recorded_rows, recorded_many
         return tx  # type: ignore[no-any-return]
 
-    async with opened(WrappedDriver(driver, record), archive_bytes=0, remembered_uids=1) as store:
+    async with opened(WrappedDatabase(driver, record), archive_bytes=0, remembered_uids=1) as store:
         await store.save_job(new_job(1))
         await store.write([each for n in range(groups) for each in pair(f"g{n}")])
         statements.clear()
@@ -377,108 +378,35 @@ async def test_no_statement_reads_a_whole_table(new_driver: Callable[[], Driver]
             pass
         assert len(statements) > 30
 
-        async def plans(tx: Tx) -> dict[str, str]:
-            explain = "EXPLAIN" if isinstance(driver, PostgresDriver) else "EXPLAIN QUERY PLAN"
+        def plans(tx: Tx) -> dict[str, str]:
+            explain = "EXPLAIN" if isinstance(driver, PostgresDatabase) else "EXPLAIN QUERY PLAN"
             return {
-                sql: "\n".join(str(row[-1]) for row in await tx.rows(f"{explain} {sql}", *arguments))
+                sql: "\n".join(str(row[-1]) for row in tx.rows(f"{explain} {sql}", *arguments))
                 for sql, arguments in statements.items()
             }
 
-        for plan in (await driver.transaction(plans)).values():
+        for plan in (await asyncio.to_thread(driver.transaction, plans)).values():
             assert not re.search(r"(SCAN|Seq Scan on) (groups|items|bodies)\b(?! USING)", plan), plan
-
-
-# -- large bodies
-
-
-async def test_large_bodies_are_beside_the_database(tmp_path: Path) -> None:
-    large, folder = os.urandom(200_000), tmp_path / "bodies"
-    async with opened(SqliteDriver(tmp_path), archive_bytes=500_000) as store:
-        for name in "abc":
-            await store.write(
-                [item(f"{name}-{n}", name, n / 2, body=large if n else b"small") for n in (0, 1)]
-            )
-        async with opened_read_only(tmp_path) as beside:
-            for group in await beside.groups():
-                assert [len(one.body) for one in await loaded_items(beside, group.id)] == [5, 200_000]
-        assert (tmp_path / FILE).stat().st_size < 300_000 < 600_000 < (await store.stats()).disk_bytes
-        await store.ack([await lease_of(store, 3)])
-        assert len(await loaded_items(store, 1)) == 2
-        while await store.sweep():
-            pass
-        assert "not kept any more" in await loaded_items(store, 1)
-        assert len(await loaded_items(store, 2)) == 2  # its file has it, and the archive room for two
-        await store.write(pair("d", body=large))
-    async with opened(SqliteDriver(tmp_path), archive_bytes=0) as store:
-        await store.sweep()
-        assert [one.body for one in await loaded_items(store, 4)] == [large, large]
-        await store.ack([await lease_of(store)])
-        await store.sweep()
-        assert not list(folder.iterdir())
-
-
-async def test_what_leaves_the_archive_during_a_look_is_not_said_to_be_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(SqliteDriver(tmp_path), archive_bytes=0) as store:
-        await store.write(pair("a", body=b'{"pad": "%s"}' % (b"x" * 100_000)))
-        await store.ack([await lease_of(store)])
-        beside = SqliteDriver(tmp_path, read_only=True)
-
-        async def read_and_sweep(work: Callable[[Tx], Awaitable[Any]]) -> Any:
-            found = await SqliteDriver.read(beside, work)
-            await store.sweep()
-            return found
-
-        monkeypatch.setattr(beside, "read", read_and_sweep)
-        found = await SqlStore(beside, FixedPolicy()).group_with_items(1)
-        await beside.close()
-        assert found is not None and found["group"]["bytes"] == 0
-
-
-async def test_what_cannot_be_synced_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(fd: int) -> None:
-        raise OSError(errno.EIO, "a bad disk")
-
-    body = os.urandom(100_000)
-    async with opened(SqliteDriver(tmp_path)) as store:
-        await store.write(pair("a", body=body))
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "fdatasync", fail)
-            with pytest.raises(StorageError, match="a bad disk"):
-                await store.write(pair("b", body=body))
-        assert await store.known(["b-0", "b-1"]) == [False, False]
-        assert await store.write(pair("b", body=body)) == [True, True]
-        for group in (1, 2):
-            assert [one.body for one in await loaded_items(store, group)] == [body, body]
-
-
-async def test_a_folder_of_the_format_before_is_read(tmp_path: Path) -> None:
-    body = os.urandom(100_000)
-    async with opened(SqliteDriver(tmp_path, large=2**40)) as store:
-        await store.write(pair("a", body=body))
-    with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as database:
-        database.execute("DROP TABLE large")
-        database.execute("UPDATE totals SET json = json_set(json, '$.format', 3)")
-        database.commit()
-    async with opened_read_only(tmp_path) as store:
-        assert [one.body for one in await loaded_items(store, 1)] == [body, body]
-    for _ in range(2):
-        async with opened(SqliteDriver(tmp_path)) as store:
-            assert [one.body for one in await loaded_items(store, 1)] == [body, body]
 
 
 @contextlib.asynccontextmanager
 async def opened_read_only(folder: Path) -> AsyncIterator[SqlStore]:
-    driver = SqliteDriver(folder, read_only=True)
+    store = SqlStore(SqliteDatabase(folder, read_only=True), FixedPolicy())
     try:
-        yield SqlStore(driver, FixedPolicy())
+        yield store
     finally:
-        await driver.close()
+        await store.close()
 
 
-async def loaded_items(store: SqlStore, group: int) -> Any:
-    return (await store.load([group]))[group]
+async def test_another_format_is_refused(tmp_path: Path) -> None:
+    async with opened(SqliteDatabase(tmp_path)):
+        pass
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as database:
+        database.execute("UPDATE totals SET json = json_set(json, '$.format', 4)")
+        database.commit()
+    with pytest.raises(RunDirectoryError):
+        async with opened(SqliteDatabase(tmp_path)):
+            pass
 
 
 # -- damage
@@ -486,14 +414,14 @@ async def loaded_items(store: SqlStore, group: int) -> Any:
 
 async def test_a_damaged_page_hurts_only_what_is_on_it(tmp_path: Path) -> None:
     body = os.urandom(20_000)  # so each is on pages of its own
-    async with opened(SqliteDriver(tmp_path)) as store:
+    async with opened(SqliteDatabase(tmp_path)) as store:
         for name in "abc":
             await store.write(pair(name, body=body + name.encode()))
     content = bytearray((tmp_path / FILE).read_bytes())
     at = content.index(body[9_000:9_500])
     content[at : at + 100] = bytes(100)
     (tmp_path / FILE).write_bytes(content)
-    async with opened(SqliteDriver(tmp_path)) as store:
+    async with opened(SqliteDatabase(tmp_path)) as store:
         taken = await store.take(Wanted(groups=3))
         loaded = await store.load([group.id for group in taken.groups])
         assert sum(isinstance(one, str) for one in loaded.values()) == 1
@@ -530,7 +458,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 async def test_a_full_disk_refuses_writes_and_takes_acks(small_disk: Path) -> None:
     spare = small_disk / "spare"
     spare.write_bytes(bytes(600_000))
-    async with opened(SqliteDriver(small_disk)) as store:
+    async with opened(SqliteDatabase(small_disk)) as store:
         stored: list[str] = []
         with pytest.raises(StorageFullError, match="no room on the disk"):
             for n in range(1000):
@@ -549,7 +477,7 @@ async def test_a_full_disk_refuses_writes_and_takes_acks(small_disk: Path) -> No
         assert all(await store.known([f"{name}-1" for name in stored]))
         assert await store.known(["more-0"]) == [False]
     mount("-o", "remount,size=6m", str(small_disk))
-    async with opened(SqliteDriver(small_disk)) as store:
+    async with opened(SqliteDatabase(small_disk)) as store:
         assert (await store.stats()).groups_delivered == 3
         loaded = await store.load([group.id for group in await store.groups(state="ready")])
         assert not any(isinstance(one, str) for one in loaded.values())
@@ -557,7 +485,7 @@ async def test_a_full_disk_refuses_writes_and_takes_acks(small_disk: Path) -> No
 
 
 async def test_a_copy_without_the_reserve_is_not_said_to_be_full(tmp_path: Path) -> None:
-    async with opened(SqliteDriver(tmp_path)):
+    async with opened(SqliteDatabase(tmp_path)):
         pass
     (tmp_path / "buffer.reserve").unlink()
     async with opened_read_only(tmp_path) as store:
@@ -567,14 +495,14 @@ async def test_a_copy_without_the_reserve_is_not_said_to_be_full(tmp_path: Path)
 async def test_a_disk_that_another_program_fills_at_each_restart_is_drained(tmp_path: Path) -> None:
     with small_disk_at(tmp_path / "disk", "24m") as disk:
         other = (tmp_path / "disk" / "other").open("ab", buffering=0)
-        async with opened(SqliteDriver(disk)) as store:
+        async with opened(SqliteDatabase(disk)) as store:
             for n in range(8):
                 await store.write(pair(f"g{n}", body=bytes(100_000)))
         for _ in range(8):
             with contextlib.suppress(OSError):
                 while True:
                     other.write(bytes(4096))
-            async with opened(SqliteDriver(disk)) as store:
+            async with opened(SqliteDatabase(disk)) as store:
                 await store.ack([await lease_of(store)])
         other.close()
 
@@ -584,11 +512,13 @@ async def test_a_full_disk_of_postgres_refuses_writes_and_takes_acks(postgres: P
     with small_disk_at(folder):
         shutil.chown(folder, "postgres", "postgres")
         spare = folder / "spare"
-        database = await asyncpg.connect(postgres.url)
-        await database.execute(f"CREATE TABLESPACE {folder.name} LOCATION '{folder}'")
+        database = psycopg.connect(postgres.url, autocommit=True)
+        database.execute(f"CREATE TABLESPACE {folder.name} LOCATION '{folder}'")
         try:
             spare.write_bytes(bytes(600_000))
-            driver = PostgresDriver(f"{postgres.url}?default_tablespace={folder.name}", folder.name)
+            driver = PostgresDatabase(
+                f"{postgres.url}?options=-c%20default_tablespace%3D{folder.name}", folder.name
+            )
             async with opened(driver) as store:
                 stored = 0
                 with pytest.raises(StorageFullError, match="no room on its disk"):
@@ -600,17 +530,17 @@ async def test_a_full_disk_of_postgres_refuses_writes_and_takes_acks(postgres: P
                 assert (await store.ack([await lease_of(store)])).groups == 1
                 assert (await store.stats()).items_written == 2 * stored
         finally:
-            await database.execute(f"DROP SCHEMA IF EXISTS {folder.name} CASCADE")
-            await database.execute(f"DROP TABLESPACE {folder.name}")
-            await database.close()
+            database.execute(f"DROP SCHEMA IF EXISTS {folder.name} CASCADE")
+            database.execute(f"DROP TABLESPACE {folder.name}")
+            database.close()
 
 
 async def test_time_stands_still_while_no_server_runs(tmp_path: Path) -> None:
-    async with opened(SqliteDriver(tmp_path)) as store:
+    async with opened(SqliteDatabase(tmp_path)) as store:
         await store.write(pair("a"))
         await lease_of(store)
     for _ in range(2):
-        async with opened(SqliteDriver(tmp_path)) as store:
+        async with opened(SqliteDatabase(tmp_path)) as store:
             (lease,) = await store.leases()
             assert 590 < lease.left_s <= 600
 
@@ -621,7 +551,7 @@ async def test_time_stands_still_while_no_server_runs(tmp_path: Path) -> None:
 async def test_servers_that_open_at_once_make_one_schema(postgres: PostgresServer) -> None:
     schema = new_schema()
     async with contextlib.AsyncExitStack() as stack:
-        opening = [opened(PostgresDriver(postgres.url, schema)) for _ in range(5)]
+        opening = [opened(PostgresDatabase(postgres.url, schema)) for _ in range(5)]
         stores = await asyncio.gather(*(stack.enter_async_context(one) for one in opening))
         await asyncio.gather(*(store.write(pair(f"g{n}")) for n, store in enumerate(stores)))
         assert [(await store.stats()).items for store in stores] == [10] * 5
@@ -630,22 +560,22 @@ async def test_servers_that_open_at_once_make_one_schema(postgres: PostgresServe
 async def test_a_server_learns_of_groups_that_another_made_ready(postgres: PostgresServer) -> None:
     schema = new_schema()
     async with (
-        opened(PostgresDriver(postgres.url, schema)) as one,
-        opened(PostgresDriver(postgres.url, schema)) as two,
+        opened(PostgresDatabase(postgres.url, schema)) as one,
+        opened(PostgresDatabase(postgres.url, schema)) as two,
     ):
         for n, notice in enumerate((two.sweep, lambda: two.write([item("x", "x")]))):
             seen: list[Change] = []
             two.changed = seen.append
             await one.write(pair(f"g{n}"))
             await notice()
-            assert [change.elsewhere for change in seen] == [True]
+            assert [change.ready for change in seen] == [True]
 
 
 async def test_two_servers_never_lease_the_same_group(postgres: PostgresServer) -> None:
     schema = new_schema()
     async with (
-        opened(PostgresDriver(postgres.url, schema)) as one,
-        opened(PostgresDriver(postgres.url, schema)) as two,
+        opened(PostgresDatabase(postgres.url, schema)) as one,
+        opened(PostgresDatabase(postgres.url, schema)) as two,
     ):
         await one.write([each for n in range(100) for each in pair(f"g{n}")])
         taken = await asyncio.gather(
@@ -656,7 +586,7 @@ async def test_two_servers_never_lease_the_same_group(postgres: PostgresServer) 
 
 
 async def test_a_lost_database_is_found_again(postgres: PostgresServer) -> None:
-    async with opened(PostgresDriver(postgres.url, new_schema())) as store:
+    async with opened(PostgresDatabase(postgres.url, new_schema())) as store:
         await store.write(pair("a"))
         postgres.kill()
         try:
@@ -689,7 +619,7 @@ async def test_a_lost_database_is_found_again(postgres: PostgresServer) -> None:
 async def test_a_wrong_url_is_an_error_without_its_password(postgres: PostgresServer, url: str) -> None:
     url = url.format(port=postgres.port)
     with pytest.raises((ConfigError, StorageError)) as raised:
-        await SqlStore(PostgresDriver(url), FixedPolicy()).open()
+        await SqlStore(PostgresDatabase(url), FixedPolicy()).open()
     assert "sec" not in str(raised.value).replace("sslmode", "")
     with pytest.raises(ConfigError, match="cannot name a schema"):
-        PostgresDriver(url, 'a"; DROP SCHEMA b; --')
+        PostgresDatabase(url, 'a"; DROP SCHEMA b; --')

@@ -23,12 +23,12 @@ from hypothesis.stateful import (
 
 from rollstream.buffer.items import InstanceId
 from rollstream.buffer.store.base import JobRecord, Judged, Limits, Removal, Wanted
-from rollstream.buffer.store.postgres import PostgresDriver
-from rollstream.buffer.store.sql import Driver, SqlStore
-from rollstream.buffer.store.sqlite import SqliteDriver
+from rollstream.buffer.store.postgres import PostgresDatabase
+from rollstream.buffer.store.sql import Database, SqlStore
+from rollstream.buffer.store.sqlite import SqliteDatabase
 from rollstream.errors import BufferFullError, ConflictError, NotFoundError, RollstreamError
 from tests.support.postgres import PostgresServer, new_schema, postgres
-from tests.support.stores import TASKS, Clock, ClockedDriver, FixedPolicy, item
+from tests.support.stores import TASKS, Clock, ClockedDatabase, FixedPolicy, item
 from tests.unit.buffer.reference import ReferenceStore
 
 __all__ = ["postgres"]
@@ -76,7 +76,7 @@ PLAIN_READS = [Wanted(groups=n, consumer="a", read_id="r1", seconds=10.0) for n 
 
 
 class StoreMachine(RuleBasedStateMachine):
-    def __init__(self, new_driver: Callable[[], Driver], servers: int) -> None:
+    def __init__(self, new_driver: Callable[[], Database], servers: int) -> None:
         super().__init__()
         self.new_driver, self.servers = new_driver, servers
         self.loop = asyncio.new_event_loop()
@@ -102,7 +102,7 @@ class StoreMachine(RuleBasedStateMachine):
     def open(self) -> None:
         for _ in range(self.servers):
             self.stores.append(
-                SqlStore(ClockedDriver(self.new_driver(), self.clock), FixedPolicy(), self.limits)
+                SqlStore(ClockedDatabase(self.new_driver(), self.clock), FixedPolicy(), self.limits)
             )
         self.run(self.open_at_once())
 
@@ -345,7 +345,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.run(store.jobs()) == list(model.jobs.values())
 
 
-def run_machine(new_driver: Callable[[], Callable[[], Driver]], servers: int, examples: int) -> None:
+def run_machine(new_driver: Callable[[], Callable[[], Database]], servers: int, examples: int) -> None:
     run_state_machine_as_test(
         lambda: StoreMachine(new_driver(), servers),  # type: ignore[arg-type]
         settings=settings(
@@ -367,9 +367,9 @@ def examples(few: int, many: int) -> pytest.MarkDecorator:
 def test_sqlite_against_reference(examples: int) -> None:
     folder = Path(tempfile.mkdtemp(prefix="rollstream-store-", dir=SHM))
 
-    def new_database() -> Callable[[], Driver]:
+    def new_database() -> Callable[[], Database]:
         database = Path(tempfile.mkdtemp(dir=folder))
-        return lambda: SqliteDriver(database, large=16)
+        return lambda: SqliteDatabase(database)
 
     try:
         run_machine(new_database, 1, examples)
@@ -379,8 +379,8 @@ def test_sqlite_against_reference(examples: int) -> None:
 
 @examples(15, 1000)
 def test_two_servers_on_postgres_against_reference(postgres: PostgresServer, examples: int) -> None:
-    def new_database() -> Callable[[], Driver]:
+    def new_database() -> Callable[[], Database]:
         schema = new_schema()
-        return lambda: PostgresDriver(postgres.url, schema)
+        return lambda: PostgresDatabase(postgres.url, schema)
 
     run_machine(new_database, 2, examples)

@@ -1,4 +1,4 @@
-"""What the store keeps: groups, leases, jobs, and what its calls take and give.
+"""What the store keeps: groups, leases, jobs; and what its calls take and give.
 
 The life of a group:
 
@@ -31,7 +31,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, rename={"task": "task
     """The store counts jobs: later ones have larger numbers, whatever the clock says."""
     task: str
     payload: dict[str, Any]
-    """Checked, as `PayloadRules.check` gives it. Of a job that another one replaced: what `remainder` leaves."""
+    """As `PayloadRules.check` gives it. A job that another one replaced keeps what `remainder` leaves."""
     state: JobState
     started: float
     """Unix time."""
@@ -40,7 +40,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, rename={"task": "task
     """The cause of the last crash, in one line."""
     traceback: str = ""
     expected: int | None = None
-    """Items that it will write, where its generator says so."""
+    """Items that it will write, if its generator says so."""
 
 
 def listed(record: JobRecord) -> dict[str, Any]:
@@ -58,16 +58,16 @@ class Group(
     id: int
     task: str
     job: str
-    """"": of no job."""
+    """"": it belongs to no job."""
     instance_id: InstanceId
     size: int
     """Items of a whole group: its `group_size`."""
     n: int
     """Items it has."""
     bytes: int
-    """Of its items' bodies; 0: they are not kept any more."""
+    """The size of its items' bodies; 0: they are not kept any more."""
     rewards: list[float | None]
-    """Of its items, in order; None: not scored, or failed."""
+    """In the order of its items; None: not scored, or failed."""
     failed: int
     """Items whose rollout failed."""
     version: int | None
@@ -83,7 +83,7 @@ class Group(
     cause: str | None
     """The traceback of a quarantine."""
     left: int | None
-    """Items that had left when it had; None: it has not left."""
+    """Items that had left the store when it had; None: it has not left."""
 
 
 def described(group: Group) -> dict[str, Any]:
@@ -103,14 +103,13 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True, rename={"seconds": "lease
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a read asks for."""
+    """What a read asks for. None: any."""
 
     groups: int
     exact: bool = False
     """That many groups, or none."""
     task: str | None = None
     jobs: tuple[str, ...] | None = None
-    """None: any."""
     size: int | None = None
     """Only groups of this `group_size`."""
     distinct: bool = False
@@ -142,13 +141,13 @@ class Removal(NamedTuple):
 
     group: int
     reason: str
-    """Of a drop; of a quarantine, the hook."""
+    """Why it is dropped; or the hook that quarantines it."""
     cause: str | None = None
     """The traceback: the group goes to quarantine. None: it is dropped."""
 
 
 class Judged(NamedTuple):
-    """What a hook said of a group."""
+    """A hook's verdict on a group."""
 
     group: int
     n: int
@@ -167,12 +166,10 @@ class Acked(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What a transaction brought about, for those who wait."""
+    """What happened in the store, for those who wait."""
 
-    ready: Mapping[tuple[str, str], int] = {}
-    """Groups that became ready, by task and job."""
-    elsewhere: bool = False
-    """Another server of the same database made groups ready."""
+    ready: bool = False
+    """Groups became ready, here or at another server of the same database."""
     unjudged: bool = False
     """There are groups for a hook to judge."""
     room: bool = False
@@ -184,12 +181,10 @@ class Change(NamedTuple):
 class Policy(Protocol):
     """What a store has to know of tasks."""
 
-    def settings(self, task: str, job: JobRecord | None) -> GroupSettings:
-        """Of the groups of a task, or of a job."""
-        ...
+    def settings(self, task: str, job: JobRecord | None) -> GroupSettings: ...
 
     def has_own_judge(self, task: str) -> bool:
-        """Whether a hook judges its groups, in place of the default rule."""
+        """Whether a hook judges the task's groups, in place of the default rule."""
         ...
 
 
@@ -199,9 +194,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     items: int = 1_000_000_000
     """Items that have not left; beyond it writes raise `BufferFullError`."""
     archive_bytes: int = 2**30
-    """Of items that have left and can still be looked at."""
+    """Items that have left and can still be looked at."""
     remembered_uids: int = 1_000_000
-    """Of the items that left last. Those of the last job are all remembered, as are those in the archive."""
+    """Items that left last. Those of the last job are all remembered, as are those in the archive."""
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,7 +212,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     items_dropped: dict[str, int]
     """By reason."""
     groups: dict[str, int]
-    """By state, of those that have not left."""
+    """By state, without those that have left."""
     groups_delivered: int
     groups_dropped: dict[str, int]
     scored_written: int

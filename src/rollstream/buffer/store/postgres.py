@@ -5,74 +5,64 @@ database's: servers agree on what has expired.
 """
 
 import contextlib
-import functools
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 from rollstream.errors import ConfigError, DamageError, DataError, StorageError, StorageFullError
 
 T = TypeVar("T")
 
-_CONNECTIONS: Final = 6
-"""One for the changes, the others for looking."""
-
-_CONNECT_S: Final = 5.0
-_COMMAND_S: Final = 10.0
-"""For a statement: a server that does not answer in this time is taken for lost."""
-
-_MANY_S: Final = 120.0
-"""For many rows at once, 64 MiB of items on a slow network."""
-
-_TURN_S: Final = 15.0
-"""For the turns of other servers."""
-
 _FROZEN_S: Final = 10.0
 """A server that froze or vanished loses its turn after it."""
 
 _SETTINGS: Final = {
-    "application_name": "rollstream",
     "synchronous_commit": "on",
-    "client_encoding": "UTF8",
     # All statements are planned once, for an index: statistics of a young table (empty a minute ago) would have it
     # read as a whole, and a plan is kept.
     "plan_cache_mode": "force_generic_plan",
     "enable_seqscan": "off",
     "enable_bitmapscan": "off",
     "jit": "off",
-    "lock_timeout": f"{_TURN_S:.0f}s",
-    "tcp_user_timeout": "10s",
-    "tcp_keepalives_idle": "4",
-    "tcp_keepalives_interval": "2",
-    "tcp_keepalives_count": "3",
+    "lock_timeout": "15s",  # for the turns of other servers
+    "statement_timeout": "120s",  # for 64 MiB of items on a slow network
+}
+
+_CONNECTING: Final = {
+    "application_name": "rollstream",
+    "client_encoding": "UTF8",
+    "connect_timeout": 5,
+    "tcp_user_timeout": 10_000,
+    "keepalives_idle": 4,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
 }
 
 _HIDDEN: Final = "the PostgreSQL database"
-_AFTER_TABLES: Final = "ALTER TABLE bodies ALTER COLUMN body SET STORAGE EXTERNAL"
-"""Bodies are not worth the time that compressing them takes."""
+
+_NOW: Final = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
 
-class PostgresDriver:
+class PostgresDatabase:
     """A schema of a PostgreSQL database, made if it is not there.
 
     A call that loses its connection raises `StorageError`, and whether it was done is not known; later calls
     connect again.
     """
 
-    formats: tuple[int, ...] = (3,)
-
     def __init__(self, url: str, schema: str = "rollstream", *, frozen_s: float = _FROZEN_S) -> None:
         """Raises `ConfigError`."""
         try:
-            import asyncpg
+            import psycopg
         except ImportError:
             raise ConfigError(
-                "a buffer on PostgreSQL needs asyncpg, which is not installed: pip install 'rollstream[postgres]'"
+                "a buffer on PostgreSQL needs psycopg, which is not installed: pip install 'rollstream[postgres]'"
             ) from None
         if not re.fullmatch("[a-z_][a-z0-9_]{0,62}", schema):
             raise ConfigError(f"{schema!r:.100} cannot name a schema: use small letters, digits and _")
-        self._asyncpg = asyncpg
+        self._psycopg: Any = psycopg
         self._url, self._schema, self._database = url, schema, _without_password(url)
         self._settings = {
             **_SETTINGS,
@@ -81,82 +71,76 @@ class PostgresDriver:
         }
         digest = hashlib.blake2b(f"rollstream:{schema}".encode(), digest_size=8).digest()
         self._lock = int.from_bytes(digest, signed=True)
-        self._pool: Any = None
+        self._connections: dict[str, Any] = {}
+        """One for changes, one for looks."""
 
-    async def open(self, schema: str) -> None:
-        with self._errors():
-            try:
-                self._pool = await self._asyncpg.create_pool(
-                    self._url,
-                    min_size=0,  # else a lost database has the pool write warnings
-                    max_size=_CONNECTIONS,
-                    max_inactive_connection_lifetime=0,
-                    timeout=_CONNECT_S,
-                    command_timeout=_COMMAND_S,
-                    reset=_nothing_to_reset,
-                    server_settings=self._settings,
-                )
-                await self._pool.release(await self._pool.acquire(timeout=_COMMAND_S))
-            except ValueError as error:  # among them asyncpg's own, for an option
-                detail = "" if self._database == _HIDDEN else f" ({error})"
-                raise ConfigError(
-                    f"{self._database}: not a URL that can be used{detail}; want postgresql://USER:PASSWORD@HOST:"
-                    "PORT/NAME (in a password %40 for @, %2F for /, %3F for ?, %23 for #, %25 for %)"
-                ) from None
+    def open(self, schema: str) -> None:
         try:
-            await self.transaction(lambda tx: self._create(tx, schema))
-        except BaseException:
-            self._pool.terminate()
-            raise
+            self._psycopg.conninfo.conninfo_to_dict(self._url)
+        except self._psycopg.ProgrammingError:  # whose text has the password
+            raise ConfigError(
+                f"{self._database}: not a URL that can be used; want postgresql://USER:PASSWORD@HOST:"
+                "PORT/NAME (in a password %40 for @, %2F for /, %3F for ?, %23 for #, %25 for %)"
+            ) from None
+        self.transaction(lambda tx: self._create(tx, schema))
 
-    async def _create(self, tx: "_Tx", schema: str) -> None:
-        if (encoding := (await tx.rows("SHOW server_encoding"))[0][0]) != "UTF8":
+    def _create(self, tx: "_Tx", schema: str) -> None:
+        if (encoding := tx.rows("SHOW server_encoding")[0][0]) != "UTF8":
             raise ConfigError(f"{self._database} has the encoding {encoding}: make one with UTF8")
         # Asked first: what exists may be used also by who may not create it.
-        if not await tx.rows("SELECT 1 FROM pg_namespace WHERE nspname = $1", self._schema):
-            await tx.rows(f'CREATE SCHEMA "{self._schema}"')
-        if not await tx.rows("SELECT 1 WHERE to_regclass($1) IS NOT NULL", f'"{self._schema}".bodies'):
-            script = schema.format(key="BIGINT PRIMARY KEY", blob="BYTEA", clustered="")
-            for statement in (*filter(str.strip, script.split(";")), _AFTER_TABLES):
-                await tx.rows(statement)
+        if not tx.rows("SELECT 1 FROM pg_namespace WHERE nspname = %s", self._schema):
+            tx.rows(f'CREATE SCHEMA "{self._schema}"')
+        if not tx.rows("SELECT 1 WHERE to_regclass(%s) IS NOT NULL", f'"{self._schema}".bodies'):
+            for statement in schema.format(key="BIGINT PRIMARY KEY", blob="BYTEA", clustered="").split(";"):
+                tx.rows(statement)
+            # Bodies are not worth the time that compressing them takes.
+            tx.rows("ALTER TABLE bodies ALTER COLUMN body SET STORAGE EXTERNAL")
 
-    async def close(self) -> None:
-        """Waits for what is under way."""
-        with self._errors():
-            await self._pool.close()
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
 
-    async def transaction(self, work: Callable[[Any], Awaitable[T]], size: int = 0) -> T:
+    def _connected(self, name: str) -> Any:
+        connection = self._connections.get(name)
+        if connection is None or connection.closed:
+            connection = self._psycopg.connect(self._url, autocommit=True, **_CONNECTING)
+            self._connections[name] = connection
+            connection.prepare_threshold, connection.prepared_max = 0, 500
+            integers, texts = self._psycopg.types.numeric.Int8Dumper, self._psycopg.types.string.StrDumper
+            connection.adapters.register_dumper(
+                int, integers
+            )  # else each size of a number is a type of its own
+            connection.adapters.register_dumper(str, texts)
+            for setting, value in self._settings.items():
+                connection.execute("SELECT set_config(%s, %s, false)", (setting, value), prepare=False)
+        return connection
+
+    def transaction(self, work: Callable[[Any], T], size: int = 0) -> T:
         with self._errors():
-            async with self._pool.acquire(timeout=_COMMAND_S) as connection, connection.transaction():
+            connection = self._connected("changes")
+            with connection.transaction():
                 # A statement of its own: each one sees what was committed when it began.
-                now = await connection.fetchval(
-                    "SELECT extract(epoch FROM clock_timestamp())::float8 FROM "
-                    "(SELECT pg_advisory_xact_lock($1) OFFSET 0) AS turn",
-                    self._lock,
-                    timeout=_TURN_S + 2,  # the database's own word comes first, if it can speak
-                )
-                return await work(_Tx(connection, now))
+                connection.execute("SELECT pg_advisory_xact_lock(%s)", (self._lock,))
+                return work(_Tx(connection))
 
-    async def read(self, work: Callable[[Any], Awaitable[T]]) -> T:
+    def read(self, work: Callable[[Any], T]) -> T:
         with self._errors():
-            async with (
-                self._pool.acquire(timeout=_COMMAND_S) as connection,
-                connection.transaction(isolation="repeatable_read", readonly=True),
-            ):
-                now = await connection.fetchval("SELECT extract(epoch FROM clock_timestamp())::float8")
-                return await work(_Tx(connection, now))
+            connection = self._connected("looks")
+            with connection.transaction():
+                connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+                return work(_Tx(connection))
 
-    async def disk_bytes(self) -> int:
-        """Of tables and indexes."""
+    def disk_bytes(self) -> int:
+        """Bytes of tables and indexes."""
         with self._errors():
-            size: int = await self._pool.fetchval(
+            row = self._connected("looks").execute(
                 "SELECT coalesce(sum(pg_total_relation_size(pg_class.oid)), 0)::bigint FROM pg_class "
-                "JOIN pg_namespace ON pg_namespace.oid = relnamespace WHERE nspname = $1 AND relkind = 'r'",
-                self._schema,
+                "JOIN pg_namespace ON pg_namespace.oid = relnamespace WHERE nspname = %s AND relkind = 'r'",
+                (self._schema,),
             )
-            return size
+            return int(row.fetchone()[0])
 
-    async def tidy(self) -> None:
+    def tidy(self) -> None:
         """The database does it by itself."""
 
     @contextlib.contextmanager
@@ -164,13 +148,7 @@ class PostgresDriver:
         """The database's errors in our words."""
         try:
             yield
-        except ValueError as error:  # asyncpg's, of an argument
-            raise DataError(f"{self._database} cannot store this: {error}") from error
-        except (OSError, self._asyncpg.InterfaceError, self._asyncpg.InternalClientError) as error:
-            raise StorageError(
-                f"{self._database} cannot be reached: {error or type(error).__name__}"
-            ) from error
-        except self._asyncpg.PostgresError as error:
+        except self._psycopg.Error as error:
             code = str(error.sqlstate or "")
             if code == "53100":
                 raise StorageFullError(
@@ -178,48 +156,31 @@ class PostgresDriver:
                 ) from error
             if code.startswith("XX"):
                 raise DamageError(f"{self._database} is damaged: {error}") from error
-            if code.startswith(("22", "54")):  # a NUL in a text, a text too long for an index
+            # a NUL in a text, a text too long for an index
+            if code.startswith(("22", "54")) or (not code and isinstance(error, self._psycopg.DataError)):
                 raise DataError(f"{self._database} cannot store this: {error}") from error
             if code.startswith(("28", "3D", "3F", "42501")):
                 raise ConfigError(f"{self._database} cannot be used: {error}") from error
-            raise StorageError(f"{self._database}: {error} ({type(error).__name__})") from error
+            is_safe = self._database != _HIDDEN and (urlsplit(self._url).password or "\0") not in str(error)
+            raise StorageError(
+                f"{self._database}: {error if is_safe else 'cannot be reached'} ({type(error).__name__})"
+            ) from (error if is_safe else None)
 
 
 class _Tx:
-    def __init__(self, connection: Any, now: float) -> None:
-        self._connection = connection
-        self.now = now
+    def __init__(self, connection: Any) -> None:
+        self._cursor = connection.cursor(binary=True)
+        ((self.now,),) = self.rows(_NOW)
 
     def missing_room(self, size: int) -> tuple[int, int]:
         return 0, 0  # the database minds its disk itself, and refuses any change where it is full
 
-    async def rows(self, sql: str, *arguments: Any) -> list[Any]:
-        found: list[Any] = await self._connection.fetch(_translated(sql), *arguments)
-        return found
+    def rows(self, sql: str, *arguments: Any) -> list[Any]:
+        self._cursor.execute(sql, arguments or None)
+        return self._cursor.fetchall() if self._cursor.description else []
 
-    async def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
-        await self._connection.executemany(_translated(sql), rows, timeout=_MANY_S)
-
-    async def add_bodies(self, rows: Sequence[tuple[int, bytes]]) -> None:
-        await self.many("INSERT INTO bodies (seq, body) VALUES ($1, $2)", rows)
-
-    async def other_bodies(self, rows: Sequence[int]) -> dict[int, bytes]:
-        return {}
-
-    async def delete_bodies(self, groups: Sequence[int]) -> None:
-        await self.rows(
-            "DELETE FROM bodies WHERE seq IN (SELECT seq FROM items WHERE grp IN :ids($1))", list(groups)
-        )
-
-
-async def _nothing_to_reset(connection: Any) -> None:
-    """Connections come back as they went: nothing is set within one."""
-
-
-@functools.lru_cache(512)
-def _translated(sql: str) -> str:
-    sql = re.sub(r"IN :ids\(\$(\d+)\)", r"= ANY($\1::bigint[])", sql)
-    return re.sub(r"IN :texts\(\$(\d+)\)", r"= ANY($\1::text[])", sql)
+    def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+        self._cursor.executemany(sql, rows)
 
 
 def _without_password(url: str) -> str:

@@ -1,21 +1,16 @@
-"""SQLite, the embedded default: one file in the buffer's folder, one writer thread, some reader threads."""
+"""SQLite, the embedded default: one file in the buffer's folder, a connection for changes and one for looks."""
 
-import asyncio
 import contextlib
 import errno
 import functools
 import json
 import os
-import queue
-import re
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
-from rollstream.buffer.store.large_bodies import LargeBodies, Place
 from rollstream.buffer.store.room import DiskRoom
 from rollstream.errors import DamageError, DataError, RunDirectoryError, StorageError, StorageFullError
 
@@ -23,21 +18,8 @@ T = TypeVar("T")
 
 FILE: Final = "buffer.sqlite"
 
-_READERS: Final = 2
-
 _ROWS: Final = (256, 128, 64, 32, 16, 8, 4, 2, 1)
-"""Of one INSERT: few different statements, so that they stay prepared."""
-
-_LARGE: Final = 2**16
-"""Bytes from which on a body is written to a file beside the database, once: SQLite writes it to its log, then to
-its pages."""
-
-_SCHEMA: Final = """;
-CREATE TABLE IF NOT EXISTS large (
-  seq INTEGER PRIMARY KEY, file INTEGER NOT NULL, at INTEGER NOT NULL, size INTEGER NOT NULL);
-CREATE INDEX IF NOT EXISTS large_of_file ON large (file)
-"""
-"""The places of large bodies."""
+"""Rows of one INSERT: few different statements, so that they stay prepared."""
 
 _PAGE: Final = 8192
 
@@ -58,25 +40,18 @@ _SETTINGS: Final = (
 )
 
 
-class SqliteDriver:
+class SqliteDatabase:
     """A database file in a folder. The caller sees to it that no other server uses the folder.
 
     With `read_only` it need not be opened, and may be another server's.
     """
 
-    formats: tuple[int, ...] = (3, 4)
-    """4: large bodies are beside the database."""
-
-    def __init__(self, folder: Path, *, read_only: bool = False, large: int = _LARGE) -> None:
+    def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         self._read_only = read_only
-        self.large = large
-        self.large_bodies = LargeBodies(folder / "bodies")
         self._path = folder / FILE
         self._log = folder / f"{FILE}-wal"
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="buffer-writer")
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="buffer-reader")
-        self._connection: sqlite3.Connection | None = None
-        self._idle: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
+        self._changes: sqlite3.Connection | None = None
+        self._looks: sqlite3.Connection | None = None
         self._clock = 0.0
         """What the store's clock showed when it was opened: that of the last change. It stands still while no
         server runs."""
@@ -91,28 +66,25 @@ class SqliteDriver:
         """The log grows to so many (16 MiB): half of the reserve; the other half takes them into the database."""
         return max(16, self._room.reserve // 2 // _PAGE)
 
-    async def open(self, schema: str) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._writer, self._open, schema)
-
-    def _open(self, schema: str) -> None:
+    def open(self, schema: str) -> None:
         with contextlib.suppress(OSError):  # SQLite says it better; its log has the database's mode
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
         with _errors(self._path):
-            self._connection = connection = _connect(self._path)
+            self._changes = connection = _connect(self._path)
             self._with_reserve(lambda: self._set_up(connection, schema))
             self._room.refill(self._log_bytes())
-            self.large_bodies.open(file for (file,) in connection.execute("SELECT DISTINCT file FROM large"))
             self._opened = time.monotonic()
 
     def _set_up(self, connection: sqlite3.Connection, schema: str) -> None:
         """Writes nothing where everything is there: a full disk can be opened."""
         for setting in (*_SETTINGS, f"PRAGMA wal_autocheckpoint = {self._log_pages}"):
             connection.execute(setting)
-        schema = schema.format(key="INTEGER PRIMARY KEY", blob="BLOB", clustered="WITHOUT ROWID")
-        connection.executescript(schema + _SCHEMA)
-        self._clock = connection.execute(
+        connection.executescript(
+            schema.format(key="INTEGER PRIMARY KEY", blob="BLOB", clustered="WITHOUT ROWID")
+        )
+        ((self._clock,),) = connection.execute(
             "SELECT coalesce(json_extract(json, '$.clock'), 0) FROM totals"
-        ).fetchone()[0]
+        )
 
     def set_clock(self, seconds: float) -> None:
         """Sets the store's clock, which a store that only looks does not know."""
@@ -121,26 +93,14 @@ class SqliteDriver:
     def _now(self) -> float:
         return self._clock + time.monotonic() - self._opened
 
-    async def close(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._writer, self._close)
-        self._writer.shutdown()
+    def close(self) -> None:
+        # The connection for changes is the last one: it brings the log into the database, and takes it away.
+        for connection in (self._looks, self._changes):
+            if connection is not None:
+                connection.close()
 
-    def _close(self) -> None:
-        # The writer's connection is the last one: it brings the log into the database, and takes it away.
-        self._readers.shutdown()
-        while True:
-            try:
-                self._idle.get_nowait().close()
-            except queue.Empty:
-                break
-        if self._connection is not None:
-            self._connection.close()
-
-    async def transaction(self, work: Callable[[Any], Awaitable[T]], size: int = 0) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._writer, self._transact, work, size)
-
-    def _transact(self, work: Callable[[Any], Awaitable[T]], size: int) -> T:
-        connection = self._connection
+    def transaction(self, work: Callable[[Any], T], size: int = 0) -> T:
+        connection = self._changes
         assert connection is not None
         with _errors(self._path):
             if any(self.missing_room(connection, size)):
@@ -150,41 +110,27 @@ class SqliteDriver:
                 return self._attempt(connection, work)
             return self._with_reserve(lambda: self._attempt(connection, work))
 
-    def _attempt(self, connection: sqlite3.Connection, work: Callable[[Any], Awaitable[T]]) -> T:
-        tx = _Tx(self, connection, self._now())
+    def _attempt(self, connection: sqlite3.Connection, work: Callable[[Any], T]) -> T:
         connection.execute("BEGIN IMMEDIATE")
         try:
-            result = _run(work(tx))
-            self.large_bodies.sync()
-        except BaseException:
-            self.large_bodies.undo()
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
-            raise
-        try:
+            result = work(_Tx(self, connection, self._now()))
             connection.execute("COMMIT")
         except BaseException:
-            self.large_bodies.leave()
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
-        self.large_bodies.keep()
-        with contextlib.suppress(sqlite3.Error, OSError):  # what stays is deleted at the next opening
-            for file in tx.emptied:
-                if not connection.execute("SELECT 1 FROM large WHERE file = ? LIMIT 1", (file,)).fetchall():
-                    self.large_bodies.delete(file)
         return result
 
     def _with_reserve(self, action: Callable[[], T]) -> T:
-        """Does what needs room and makes none, as do reads and acks: of the reserve, once the disk is full."""
+        """Does what needs room and makes none, as do reads and acks: it takes the reserve, once the disk is full."""
         while True:
             try:
                 return action()
             except (sqlite3.Error, OSError) as error:
                 if not _is_full(error) or not self._room.give():
                     raise
-            if self._connection is not None:
-                self._empty_log(self._connection)
+            if self._changes is not None:
+                self._empty_log(self._changes)
 
     def _empty_log(self, connection: sqlite3.Connection) -> None:
         """Brings the log into the database and gives its room back, as far as readers and the disk let it."""
@@ -216,35 +162,24 @@ class SqliteDriver:
         pages = connection.execute("PRAGMA freelist_count").fetchone()[0] * _PAGE
         return max(0, needed - spare), max(0, 2 * needed - spare - pages)
 
-    async def read(self, work: Callable[[Any], Awaitable[T]]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
-
-    def _read(self, work: Callable[[Any], Awaitable[T]]) -> T:
+    def read(self, work: Callable[[Any], T]) -> T:
         with _errors(self._path):
-            try:
-                connection = self._idle.get_nowait()
-            except queue.Empty:
-                connection = _connect(self._path, read_only=self._read_only)
+            if (connection := self._looks) is None:
+                connection = self._looks = _connect(self._path, read_only=self._read_only)
                 connection.execute("PRAGMA query_only = ON")
                 connection.execute("PRAGMA mmap_size = 268435456")
+            connection.execute("BEGIN")
             try:
-                connection.execute("BEGIN")
-                try:
-                    return _run(work(_Tx(self, connection, self._now())))
-                finally:
-                    connection.execute("ROLLBACK")
+                return work(_Tx(self, connection, self._now()))
             finally:
-                self._idle.put(connection)
+                connection.execute("ROLLBACK")
 
-    async def disk_bytes(self) -> int:
-        """Bytes of the database, its log, and large bodies."""
-        return self._path.stat().st_size + self._log_bytes() + self.large_bodies.size()
+    def disk_bytes(self) -> int:
+        """Bytes of the database and its log."""
+        return self._path.stat().st_size + self._log_bytes()
 
-    async def tidy(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._writer, self._tidy)
-
-    def _tidy(self) -> None:
-        connection = self._connection
+    def tidy(self) -> None:
+        connection = self._changes
         assert connection is not None
         with _errors(self._path):
             is_short = any(self.missing_room(connection, 0))
@@ -257,22 +192,17 @@ class SqliteDriver:
 
 
 class _Tx:
-    def __init__(self, driver: SqliteDriver, connection: sqlite3.Connection, now: float) -> None:
-        self._driver = driver
-        self._connection = connection
-        self.now = now
-        self.emptied: set[int] = set()
-        """Files of large bodies of which some were deleted."""
-        self._freed = 0
+    def __init__(self, database: SqliteDatabase, connection: sqlite3.Connection, now: float) -> None:
+        self._database, self._connection, self.now = database, connection, now
 
     def missing_room(self, size: int) -> tuple[int, int]:
-        disk, freed = self._driver.missing_room(self._connection, size)
-        return disk, max(0, freed - self._freed)
+        return self._database.missing_room(self._connection, size)
 
-    async def rows(self, sql: str, *arguments: Any) -> list[Any]:
-        return self._connection.execute(_translated(sql), _plain(arguments)).fetchall()
+    def rows(self, sql: str, *arguments: Any) -> list[Any]:
+        plain = [json.dumps(value) if isinstance(value, list) else value for value in arguments]
+        return self._connection.execute(_translated(sql), plain).fetchall()
 
-    async def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+    def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
         """As few statements as possible: each one gives Python's lock away, and waits to get it back."""
         if "VALUES (" not in sql:
             self._connection.executemany(_translated(sql), rows)
@@ -281,32 +211,8 @@ class _Tx:
         for count in _ROWS:
             while len(rows) - at >= count:
                 values = [value for row in rows[at : at + count] for value in row]
-                self._connection.execute(_of_rows(sql, count), values)
+                self._connection.execute(_insert_of(sql, count), values)
                 at += count
-
-    async def add_bodies(self, rows: Sequence[tuple[int, bytes]]) -> None:
-        large = [row for row in rows if len(row[1]) >= self._driver.large]
-        if large:
-            places = self._driver.large_bodies.append([body for _, body in large])
-            await self.many(
-                "INSERT INTO large (seq, file, at, size) VALUES ($1, $2, $3, $4)",
-                [(seq, *place) for (seq, _), place in zip(large, places, strict=True)],
-            )
-            rows = [row for row in rows if len(row[1]) < self._driver.large]
-        await self.many("INSERT INTO bodies (seq, body) VALUES ($1, $2)", rows)
-
-    async def other_bodies(self, rows: Sequence[int]) -> dict[int, bytes]:
-        if not await self.rows("SELECT 1 FROM sqlite_master WHERE name = 'large'"):
-            return {}  # a folder of an earlier version, which is only looked at
-        found = await self.rows("SELECT seq, file, at, size FROM large WHERE seq IN :ids($1)", list(rows))
-        return self._driver.large_bodies.read({seq: Place(*place) for seq, *place in found})
-
-    async def delete_bodies(self, groups: Sequence[int]) -> None:
-        theirs = "WHERE seq IN (SELECT seq FROM items WHERE grp IN :ids($1))"
-        await self.rows(f"DELETE FROM bodies {theirs}", list(groups))
-        for file, size in await self.rows(f"DELETE FROM large {theirs} RETURNING file, size", list(groups)):
-            self.emptied.add(file)
-            self._freed += size
 
 
 def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
@@ -316,44 +222,28 @@ def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     )
 
 
-def _run(coroutine: Awaitable[T]) -> T:
-    """Runs a coroutine that never waits: this database's calls return at once."""
-    try:
-        coroutine.__await__().send(None)
-    except StopIteration as done:
-        return cast(T, done.value)
-    raise RuntimeError("an operation of the store waited for something else than the database")
-
-
 @functools.lru_cache(512)
 def _translated(sql: str) -> str:
-    sql = re.sub(r":(?:ids|texts)\(\$(\d+)\)", r"(SELECT value FROM json_each(?\1))", sql)
-    return re.sub(r"\$(\d+)", r"?\1", sql)
+    return sql.replace("= ANY(%s)", "IN (SELECT value FROM json_each(?))").replace("%s", "?")
 
 
 @functools.lru_cache(64)
-def _of_rows(sql: str, count: int) -> str:
-    """An INSERT of one row as one of many. Its `$1, $2, …` are in order, and stand in VALUES only."""
-    before, row, after = re.split(r"VALUES (\([^)]*\))", sql)
-    marks = re.sub(r"\$\d+", "?", row)
-    return f"{before}VALUES {', '.join([marks] * count)}{after}"
-
-
-def _plain(arguments: tuple[Any, ...]) -> list[Any]:
-    return [json.dumps(one) if isinstance(one, list) else one for one in arguments]
+def _insert_of(sql: str, count: int) -> str:
+    """An INSERT of one row as one of many."""
+    before, _, rest = sql.partition("VALUES (")
+    marks, _, after = rest.partition(")")
+    return _translated(f"{before}VALUES {', '.join([f'({marks})'] * count)}{after}")
 
 
 @contextlib.contextmanager
-def _errors(path: Path) -> Any:
-    """SQLite's errors, and those of the files beside it, in our words."""
+def _errors(path: Path) -> Iterator[None]:
+    """SQLite's errors in our words."""
     try:
         yield
     except (sqlite3.Error, OSError) as error:
         if _is_full(error):
             raise StorageFullError(f"{path}: no room on the disk; nothing of this was stored") from error
-        if isinstance(error, OSError):
-            raise StorageError(f"{path.parent}: {error}") from error
-        name = getattr(error, "sqlite_errorname", "") or ""
+        name = getattr(error, "sqlite_errorname", "") or type(error).__name__
         if name.startswith(("SQLITE_CONSTRAINT", "SQLITE_TOOBIG")):
             raise DataError(f"{path} cannot store this: {error}") from error
         if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):

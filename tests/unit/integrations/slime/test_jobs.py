@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +12,32 @@ import pytest
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.store.base import JobRecord
 from rollstream.buffer.store.sql import SqlStore, Tx
-from rollstream.buffer.store.sqlite import SqliteDriver
+from rollstream.buffer.store.sqlite import SqliteDatabase
 from rollstream.engine.reaper import marked
 from rollstream.errors import ConfigError, NotFoundError, StorageError, StorageFullError
 from rollstream.integrations.slime.hook_process import GeneratorFile
 from rollstream.integrations.slime.jobs import Jobs
 from rollstream.integrations.slime.payload_rules import PayloadRules
 from rollstream.rollout.retry import RetryPolicy
-from tests.support.stores import Clock, ClockedDriver, FixedPolicy, item
+from tests.support.stores import Clock, ClockedDatabase, FixedPolicy, item
 from tests.support.until import until
 
 
-class FailingDriver(ClockedDriver):
+class FailingDatabase(ClockedDatabase):
     away: Exception | None = None
     """What transactions raise."""
     lost: Exception | None = None
     """What reads raise, too."""
 
-    async def transaction(self, work: Callable[[Tx], Awaitable[Any]], size: int = 0) -> Any:
+    def transaction(self, work: Callable[[Tx], Any], size: int = 0) -> Any:
         if error := self.lost or self.away:
             raise error
-        return await super().transaction(work, size)
+        return super().transaction(work, size)
 
-    async def read(self, work: Callable[[Tx], Awaitable[Any]]) -> Any:
+    def read(self, work: Callable[[Tx], Any]) -> Any:
         if self.lost:
             raise self.lost
-        return await super().read(work)
+        return super().read(work)
 
 
 class Files:
@@ -62,8 +62,8 @@ class World:
             (folder / name).mkdir()
         (folder / "inputs" / "x").touch()
         self.clock = Clock()
-        self.driver = FailingDriver(SqliteDriver(folder), self.clock)
-        self.store = SqlStore(self.driver, FixedPolicy())
+        self.database = FailingDatabase(SqliteDatabase(folder), self.clock)
+        self.store = SqlStore(self.database, FixedPolicy())
         self.servers: list[Jobs] = []
 
     def generator(self, body: str, task: str = "math") -> None:
@@ -131,7 +131,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     world = World(tmp_path)
     await world.store.open()
     yield world
-    world.driver.away = world.driver.lost = None
+    world.database.away = world.database.lost = None
     for jobs in world.servers:
         await jobs.close()
     await world.store.close()
@@ -226,10 +226,10 @@ async def test_starts_that_fail_race_or_are_cut_off_leave_one_generator(world: W
         starting.cancel()
         await asyncio.wait({starting})
     last, _ = await jobs.start({**PAYLOAD, "model": 1000})
-    world.driver.away = StorageFullError("no room")
+    world.database.away = StorageFullError("no room")
     with pytest.raises(StorageError):
         await jobs.start({**PAYLOAD, "model": 3})
-    world.driver.away = None
+    world.database.away = None
     await until(lambda: len(world.alive(last)) == 2)  # the one that ran goes on
     for record in await world.store.jobs():
         assert record.id == last.id or (record.state == "stopped" and not world.alive(record))
@@ -360,10 +360,10 @@ async def test_what_is_wrong_changes_nothing(world: World) -> None:
     ):
         with pytest.raises(ConfigError):
             await jobs.start({"task_type": "math", **wrong})
-    world.driver.away = StorageError("no room")
+    world.database.away = StorageError("no room")
     with pytest.raises(StorageError):
         await jobs.start(PAYLOAD)
-    world.driver.away = None
+    world.database.away = None
     assert world.store.last_job is None and world.payloads == []
     await jobs.start({"task_type": "math", "remote_engine_url": "http://evil"}, True)
 
@@ -373,13 +373,13 @@ async def test_a_full_disk_changes_nothing_for_the_generator(world: World) -> No
     jobs = await world.server()
     record, _ = await jobs.start(PAYLOAD)
     await world.runs(1)
-    world.driver.away = StorageFullError("no room")
+    world.database.away = StorageFullError("no room")
     world.clock.now += 100
     (world.notes / "go").touch()
     await until(jobs.failures)
     assert "StorageFullError: no room" in str(jobs.failures()[0])
     assert world.record(record).crashes == 0 and len(world.payloads) == 1
-    world.driver.away = None
+    world.database.away = None
     await until(lambda: world.state(record) == "failed")
     assert jobs.failures()[0].error == "OSError: x" and world.record(record).crashes == 3
 
@@ -391,17 +391,17 @@ async def test_a_store_that_is_away_is_told_to_readers_and_passes(
     jobs = await world.server()
     record, _ = await jobs.start(PAYLOAD)
     await world.runs(1)
-    world.driver.lost = RuntimeError("a bug")
+    world.database.lost = RuntimeError("a bug")
     await until(jobs.failures)
     (failure,) = jobs.failures()
     assert "RuntimeError: a bug" in failure.error and not failure.final
     assert caplog.text.count("jobs: RuntimeError: a bug") == 1  # once, with its traceback
-    world.driver.lost = None
+    world.database.lost = None
     await until(lambda: not jobs.failures())
     assert len(world.payloads) == 1 and len(world.alive(record)) == 2
-    world.driver.lost = StorageError("no connection")
+    world.database.lost = StorageError("no connection")
     await until(lambda: not world.alive(record))  # before another server may begin
-    world.driver.lost = None
+    world.database.lost = None
     await world.runs(2)
     assert jobs.failures() == []
 
