@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,11 @@ from rollstream.agent.prompt import PromptRenderer
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.demo import MODEL_PATH
 from rollstream.rollout.availability import EngineAvailability
+from rollstream.rollout.executor import Executor, WorkerBackend
 from rollstream.rollout.instrumented import InstrumentedEngine
-from rollstream.rollout.local import LocalExecutor
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker
-from rollstream.rollout.worker_host import BuiltWorker
-from rollstream.rollout.workers import WorkersExecutor
+from rollstream.rollout.worker_host import BuiltWorker, LocalBackend
 from rollstream.store.manifest import new_manifest
 from rollstream.store.run_dir import lock_run, open_run
 from rollstream.store.writer import StoreWriter
@@ -118,49 +118,37 @@ async def measure(workers: int, sizes: Sizes, rollouts: int) -> dict[str, Any]:
         keys = run.state.keys
         recipe = ScriptedRecipe(sizes)
         warm = max(64, rollouts // 20)
-        if workers:
-            from rollstream.rollout.ray import RayBackend
-            from rollstream.rollout.ray_cluster import RayCluster
+        async with AsyncExitStack() as stack:
+            backend: WorkerBackend
+            if workers:
+                from rollstream.rollout.ray import RayBackend
+                from rollstream.rollout.ray_cluster import RayCluster
 
-            cluster = RayCluster({"num_cpus": max(workers, os.cpu_count() or 1)})
-            await cluster.start()
-            ray_executor = WorkersExecutor(
-                lambda: recipe,
+                cluster = RayCluster({"num_cpus": max(workers, os.cpu_count() or 1)})
+                await cluster.start()
+                stack.push_async_callback(cluster.close)
+                backend = RayBackend(lambda: recipe)
+            else:
+                backend = LocalBackend(await recipe.build(0))
+            executor = Executor(
                 writer,
-                RayBackend(),
+                backend,
                 load_row=lambda index: load_row(index, sizes),
                 max_in_flight=IN_FLIGHT,
-                workers=workers,
+                workers=workers or 1,
                 attempt_timeout=60,
             )
-            await ray_executor.start()
-            while len(ray_executor.pids) < workers:  # noqa: ASYNC110 (a count)
+            stack.push_async_callback(executor.close)
+            await executor.start()
+            while len(executor.pids) < workers:  # noqa: ASYNC110 (a count)
                 await asyncio.sleep(0.05)
-
-            async def close() -> None:
-                await ray_executor.close()
-                await cluster.close()
-
-            execute = ray_executor.run
-        else:
-            built = await recipe.build(0)
-            execute = LocalExecutor(
-                built.worker,
-                writer,
-                load_row=lambda index: load_row(index, sizes),
-                max_in_flight=IN_FLIGHT,
-            ).run
-            close = built.close  # type: ignore[assignment]
-        try:
-            await execute(keys.owed(range(warm), retry_failed=False))
+            await executor.run(keys.owed(range(warm), retry_failed=False))
             cpu, own, started = cpu_of_family(), time.process_time(), time.perf_counter()
-            await execute(keys.owed(range(warm, warm + rollouts), retry_failed=False))
+            await executor.run(keys.owed(range(warm, warm + rollouts), retry_failed=False))
             seconds = time.perf_counter() - started
             cpu, own = cpu_of_family() - cpu, time.process_time() - own
-        finally:
-            await close()
-            await writer.close(seal=False)
-            run.close()
+        await writer.close(seal=False)
+        run.close()
         assert keys.done == warm + rollouts
     return {"rollouts": rollouts, "seconds": seconds, "cpu_s": cpu, "driver_cpu_s": own}
 

@@ -8,17 +8,15 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollstream.generation.run import run_generation
-from rollstream.rollout.ray_cluster import RayCluster
 from rollstream.store.summary import read_status
 from rollstream.testing.stub_faults import Latency
-from tests.faults import worker_scenarios as scenarios
 from tests.faults.ray_nodes import lose_node, nodes, working_pids
 from tests.faults.runs import (
     check_each_is_there_once,
@@ -31,8 +29,6 @@ from tests.faults.runs import (
 from tests.support.until import wait_until
 
 pytest.importorskip("ray")
-
-from rollstream.rollout.ray import RayBackend
 
 REPEATS = 4
 
@@ -116,26 +112,3 @@ def test_kills_cost_nothing_but_time(
     assert local.completed == count * REPEATS
     ids = ("prompt_ids", "response_ids")
     assert rows_of(tmp_path / "ray", *ids) == rows_of(tmp_path / "local", *ids)
-
-
-@pytest.fixture
-async def joined(cluster: Any) -> AsyncIterator[None]:
-    """This process is a driver of the cluster."""
-    connection = RayCluster({"address": cluster.address})
-    await connection.start()
-    yield
-    await connection.close()
-
-
-async def test_a_rollout_that_kills_its_worker_hurts_itself_only(
-    tmp_path: Path, joined: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await scenarios.a_poison_rollout_hurts_itself_only(tmp_path, RayBackend(), monkeypatch)
-
-
-async def test_who_has_lost_its_engine_leaves_its_work_to_others(tmp_path: Path, joined: None) -> None:
-    await scenarios.who_has_lost_its_engine_leaves_its_work_to_others(tmp_path, RayBackend())
-
-
-async def test_what_is_wrong_with_the_configuration_is_said_at_start(tmp_path: Path, joined: None) -> None:
-    await scenarios.a_broken_configuration_is_said_at_start(tmp_path, RayBackend())

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,11 @@ from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, EngineOverloadedError, EngineUnavailableError
 from rollstream.rollout.availability import EngineAvailability
+from rollstream.rollout.executor import Executor, WorkerBackend
 from rollstream.rollout.instrumented import InstrumentedEngine
 from rollstream.rollout.retry import RetryPolicy
-from rollstream.rollout.supervisor import WorkerBackend
 from rollstream.rollout.worker import RolloutWorker
-from rollstream.rollout.worker_host import BuiltWorker
-from rollstream.rollout.workers import WorkersExecutor
+from rollstream.rollout.worker_host import BuiltWorker, WorkerRecipe
 from rollstream.store.writer import StoreWriter
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import PromptRow, SamplingParams, Trajectory
@@ -101,11 +101,17 @@ def load_row(index: int) -> PromptRow:
 class Harness:
     """An executor of several workers over a run directory."""
 
-    def __init__(self, root: Path, backend: WorkerBackend, recipe: ScriptedRecipe, **settings: Any) -> None:
+    def __init__(
+        self,
+        root: Path,
+        backend: Callable[[Callable[[], WorkerRecipe]], WorkerBackend],
+        recipe: ScriptedRecipe,
+        **settings: Any,
+    ) -> None:
         self.run = open_dir(root)
         self.writer = StoreWriter(self.run, save_batch_size=1000, pull_timeout=60)
         defaults = {"load_row": load_row, "max_in_flight": 16, "workers": 2, "attempt_timeout": 30}
-        self.executor = WorkersExecutor(lambda: recipe, self.writer, backend, **{**defaults, **settings})
+        self.executor = Executor(self.writer, backend(lambda: recipe), **{**defaults, **settings})
 
     async def __aenter__(self) -> "Harness":
         self.writer.start()

@@ -21,16 +21,12 @@ from rollstream.engine.registry import engine_kind, replica_maker
 from rollstream.engine.replica import Replica
 from rollstream.errors import ConfigError, EngineError
 from rollstream.generation.plan import Plan, executor_elsewhere, runs_in_workers
-from rollstream.rollout.concurrency import ConcurrencyController
-from rollstream.rollout.local import LocalExecutor
+from rollstream.rollout.executor import Executor, WorkerBackend
 from rollstream.rollout.processes import ProcessBackend
 from rollstream.rollout.ray import RayBackend, default_workers, here
 from rollstream.rollout.ray_cluster import RayCluster
 from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, launches_on_ray, load_agents
-from rollstream.rollout.stats import WorkerStats
-from rollstream.rollout.supervisor import WorkerBackend
-from rollstream.rollout.worker_host import BuiltWorker, WorkerRecipe
-from rollstream.rollout.workers import WorkersExecutor
+from rollstream.rollout.worker_host import BuiltWorker, LocalBackend, WorkerRecipe
 from rollstream.stop_signals import StopSignals
 from rollstream.store.records import EncodedRollout
 from rollstream.store.writer import StoreWriter
@@ -52,32 +48,16 @@ _LAUNCHING = (
 _PER_MINUTE = ("requests_per_minute", "tokens_per_minute")
 """Limits of an endpoint, which all workers share."""
 
-Executor = LocalExecutor | WorkersExecutor
-
 
 @dataclass(frozen=True, slots=True)
 class Execution:
     """An executor that is ready, and what is shown of it."""
 
     executor: Executor
-    stats: BuiltWorker | WorkerStats
-    """Counts attempts, and knows whether work waits for an engine that is away."""
     logprobs: LogprobKind | Literal["none"] | None
     """The distribution that the engine's log-probs are of."""
-    engine: object = None
-    """The one of this process; None where workers have their own."""
-
-    def replicas(self) -> tuple[int, int] | None:
-        """How many replicas of the engine take requests, and how many it has; None where that is not known here.
-
-        Of servers by URL the workers know whether they are there.
-        """
-        engine = self.engine
-        if isinstance(engine, HasReplicas) and (
-            isinstance(engine, LaunchedEngine) or isinstance(self.stats, BuiltWorker)
-        ):
-            return engine.replica_counts()
-        return None
+    replicas: Callable[[], tuple[int, int] | None] = lambda: None
+    """How many replicas of the engine take requests, and how many it has; None where that is not known here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +105,19 @@ async def start_execution(start: Start) -> Execution:
     await start.start_engine(engine)
     plan.check_rows()
     built = plan.setup.make_worker(engine, plan.loop_names)
-    limit = in_flight_limit(settings)
-    executor = LocalExecutor(
-        built.worker,
+    executor = Executor(
         start.sink,
+        LocalBackend(built),
         load_row=plan.dataset.row,
-        max_in_flight=limit,
+        max_in_flight=in_flight_limit(settings),
+        adaptive=settings.generation.adaptive_in_flight,
+        engine=engine,
         on_durable=start.on_durable,
-        controller=ConcurrencyController(limit, built) if settings.generation.adaptive_in_flight else None,
     )
-    return Execution(executor, built, engine.capabilities.logprobs, engine)
+    start.stack.push_async_callback(executor.close)
+    await executor.start()
+    replicas = engine.replica_counts if isinstance(engine, HasReplicas) else lambda: None
+    return Execution(executor, engine.capabilities.logprobs, replicas)
 
 
 async def join_cluster(start: Start) -> None:
@@ -220,6 +203,11 @@ async def start_in_workers(
         if isinstance(engine, LaunchedEngine):
             launched = engine
             urls = lambda: launched.replicas  # noqa: E731
+    recipe = partial(make_recipe, follows=urls is not None)
+
+    def next_recipe() -> WorkerRecipe:  # servers may be others by the time that a worker is replaced
+        return recipe(config_yaml=worker_config(plan.config, workers, urls))
+
     backend: WorkerBackend
     if generation.executor != "local":
         if not on_ray:  # after the engine: what is wrong with that shows sooner
@@ -229,13 +217,10 @@ async def start_in_workers(
         options = dict(settings.ray_kwargs.worker)
         if urls is not None and not on_ray:
             options = {"scheduling_strategy": here(), **options}  # launched servers listen on this machine
-        backend = RayBackend(options)
+        backend = RayBackend(next_recipe, options)
     else:
-        workers, backend = generation.processes, ProcessBackend()
-    make_recipe = partial(make_recipe, follows=urls is not None)
-    executor = WorkersExecutor(
-        # Servers may be others by the time that a worker is replaced.
-        lambda: make_recipe(config_yaml=worker_config(plan.config, workers, urls)),
+        workers, backend = generation.processes, ProcessBackend(next_recipe)
+    executor = Executor(
         start.sink,
         backend,
         load_row=plan.dataset.row,
@@ -256,7 +241,9 @@ async def start_in_workers(
         logprobs = engine.capabilities.logprobs
     elif plan.setup.logprobs_temperature is not None:
         logprobs = "processed"
-    return Execution(executor, executor.stats, logprobs, engine)
+    # Of servers by URL the workers know whether they are there.
+    replicas = engine.replica_counts if isinstance(engine, LaunchedEngine) else lambda: None
+    return Execution(executor, logprobs, replicas)
 
 
 def _claimed_cpus(plan: Plan, engine: Engine | None) -> float:

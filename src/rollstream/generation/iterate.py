@@ -17,7 +17,7 @@ from rollstream.scratch import ScratchFolder
 from rollstream.trajectory import Rollout
 
 if TYPE_CHECKING:
-    from rollstream.generation.execution import Executor
+    from rollstream.rollout.executor import Executor
 
 AHEAD = 256
 """Some steps of a usual training loop, and some hundred MB of long rollouts at most."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -35,7 +35,7 @@ from rollstream.generation.trackers import Reporter, TrackedRun, load_trackers, 
 from rollstream.generation.upload import upload_trajectories
 from rollstream.reward.base import FunctionReward
 from rollstream.reward.custom import reward_of_function
-from rollstream.rollout.local import WindowCounters
+from rollstream.rollout.executor import Executor, FailureStreak, WindowCounters
 from rollstream.rollout.replay import ScoreReport, score_run
 from rollstream.rollout.setup import in_flight_limit
 from rollstream.stop_signals import StoppedEarly, StopSignals
@@ -57,10 +57,7 @@ from rollstream.store.recovery import inspect
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run
 from rollstream.store.summary import FailureCause, write_checkpoint
 from rollstream.store.writer import StoreWriter
-from rollstream.trajectory import Failure, Rollout, failure_cause
-
-if TYPE_CHECKING:
-    from rollstream.generation.execution import Executor
+from rollstream.trajectory import Failure, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +70,7 @@ Config = Mapping[str, Any] | Sequence[str] | DictConfig
 
 OnRollout = Callable[[Rollout], object]
 
-OnExecutor = Callable[["Executor"], object]
+OnExecutor = Callable[[Executor], object]
 
 
 def run_generation(
@@ -327,38 +324,6 @@ def _unused_loops(plan: Plan, manifest: Manifest, keys: KeyStates) -> set[str]:
     return unused
 
 
-class FailureStreak:
-    """Whether all rollouts of a process failed so far, with one cause. Pure.
-
-    One prompt that cannot be used is not enough, however large `n` is: the failures have to be of several.
-    """
-
-    _ROWS = 8
-
-    def __init__(self, limit: int, rows: int) -> None:
-        """`limit`: failures after which it is hopeless, 0 for never; `rows`: prompt rows of the run."""
-        self.count = 0
-        self._limit = limit
-        self._enough = min(self._ROWS, rows)
-        self._causes: set[str] = set()
-        self._indices: set[int] = set()
-
-    def completed(self) -> None:
-        """A rollout was completed: it is not hopeless, and never will be."""
-        self._limit = 0
-
-    def failed(self, failure: Failure) -> bool:
-        """Counts a failure; whether it is hopeless now."""
-        if not self._limit:
-            return False
-        self.count += 1
-        self._causes.add(failure_cause(failure.error))
-        self._indices.add(failure.index)
-        if len(self._causes) > 1:
-            self._limit = 0
-        return self.count >= self._limit > 0 and len(self._indices) >= self._enough
-
-
 class _JudgedWriter(StoreWriter):
     """Tells `judge` of each result that can be stored when it comes, which is before it is durable."""
 
@@ -542,7 +507,7 @@ class _Run:
             limit = in_flight_limit(plan.settings)
 
             def observe() -> Snapshot:
-                counts = execution.stats.counts
+                counts = executor.stats.counts
                 return Snapshot(
                     total=plan.total,
                     done=done_before + self._window.completed,
@@ -553,7 +518,7 @@ class _Run:
                     saved_batches=writer.saved_batches,
                     tokens=self._metrics.tokens,
                     mean_reward=self._directory.state.rewards.mean,
-                    waiting=not execution.stats.is_available,
+                    waiting=not executor.stats.is_available,
                     retries=counts.retries,
                     reward_failed=counts.reward_errors,
                     limit=limit,
@@ -569,7 +534,7 @@ class _Run:
             work = asyncio.ensure_future(executor.run(keys.owed(order, retry_failed=settings.retry_failed)))
             companions = {
                 asyncio.ensure_future(self._stop_when_asked(executor)),
-                asyncio.ensure_future(self._reporter.run(observe, execution.stats.engine)),
+                asyncio.ensure_future(self._reporter.run(observe, executor.stats.engine)),
             }
             if settings.show_progress and "console" in plan.settings.trainer.logger:
                 self._shown = asyncio.ensure_future(show_progress(observe, self._hooks.console))

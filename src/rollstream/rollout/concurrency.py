@@ -245,7 +245,7 @@ class ConcurrencyPolicy:
 
 
 class ObservedWork(Protocol):
-    """What the controller looks at: a `BuiltWorker`, or all workers as one (`WorkerStats`)."""
+    """What the controller looks at: all workers as one (`WorkerStats`)."""
 
     @property
     def engine(self) -> object:
@@ -270,8 +270,8 @@ class ObservedWork(Protocol):
         ...
 
 
-class Places(Protocol):
-    """A window whose places are counted: a `ResizableSemaphore`, an executor."""
+class Window(Protocol):
+    """A window whose places are counted: an executor."""
 
     cap: int
 
@@ -285,18 +285,16 @@ class ConcurrencyController:
     Args:
         maximum: rollouts in flight at most.
         work: what is observed.
-        every_s: seconds between observations.
     """
 
-    def __init__(self, maximum: int, work: ObservedWork, *, every_s: float = EVERY_S) -> None:
+    def __init__(self, maximum: int, work: ObservedWork) -> None:
         self.policy = ConcurrencyPolicy(maximum)
         self.changes = 0
         """How often the cap was changed."""
         self._work = work
-        self._every_s = every_s
         self._returns = work.returns
 
-    async def run(self, window: Places) -> None:
+    async def run(self, window: Window) -> None:
         """Works until it is cancelled."""
         work = self._work
         while True:
@@ -310,9 +308,9 @@ class ConcurrencyController:
             else:
                 self._returns = work.returns
                 self.policy.interrupt()
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(EVERY_S)
 
-    def _observation(self, window: Places, load: EngineLoad | None) -> Observation:
+    def _observation(self, window: Window, load: EngineLoad | None) -> Observation:
         counts = self._work.counts
         return Observation(
             at=time.monotonic(),

@@ -7,7 +7,7 @@ WorkerReports <-----
 import asyncio
 import os
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,10 +21,15 @@ _LINGER_S = 0.002
 class ProcessBackend:
     """Makes workers that are processes of this machine; see `WorkerBackend`."""
 
+    is_local = False
     shares_files = True
 
-    def spawn(self, recipe: WorkerRecipe, number: int) -> "ProcessWorker":
-        return ProcessWorker(recipe, number)
+    def __init__(self, recipe: Callable[[], WorkerRecipe]) -> None:
+        """`recipe`: gives what a worker is made from, asked for each anew."""
+        self._recipe = recipe
+
+    def spawn(self, number: int) -> "ProcessWorker":
+        return ProcessWorker(self._recipe(), number)
 
     async def waits_for_room(self, handle: Any) -> bool:
         """Never: a machine takes any number of processes."""
@@ -56,11 +61,11 @@ class ProcessWorker:
         while True:
             yield await self._started.receive()
 
-    def follow(self, urls: Sequence[str]) -> None:
-        self._started.post(("follow", urls))
+    async def follow(self, urls: Sequence[str]) -> None:
+        await self._started.send(("follow", urls))
 
-    def drop(self) -> None:
-        self._started.post(("drop",))
+    async def drop(self) -> None:
+        await self._started.send(("drop",))
 
     async def close(self) -> None:
         await self._started.send(("close",))

@@ -1,7 +1,7 @@
 """Workers as Ray actors, on any node of a cluster."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -36,13 +36,15 @@ class RayBackend:
     """Makes workers that are actors; see `WorkerBackend`. The cluster has been joined.
 
     Args:
+        recipe: gives what a worker is made from, asked for each anew.
         options: of the actors, laid over `num_cpus=1` and spreading over nodes.
     """
 
+    is_local = False
     shares_files = False
-    """Whether workers can read the files that the driver reads."""
 
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, recipe: Callable[[], WorkerRecipe], options: Mapping[str, Any] | None = None) -> None:
+        self._recipe = recipe
         self._given = dict(options or {})
         self._options = {
             "num_cpus": 1,
@@ -53,7 +55,7 @@ class RayBackend:
         }
         self._states = DaemonThreads("rollstream-ray-state")
 
-    def spawn(self, recipe: WorkerRecipe, number: int) -> "RayWorker":
+    def spawn(self, number: int) -> "RayWorker":
         """A new worker, not started. Raises `ConfigError` when Ray refuses its options."""
         try:
             prepared = import_ray().remote(WorkerHost).options(**self._options)
@@ -61,7 +63,7 @@ class RayBackend:
             raise ConfigError(
                 f"ray_kwargs.worker: Ray does not take {redact(self._given)}: {one_line(error)}"
             ) from error
-        return RayWorker(prepared.remote(recipe, number, WorkerPlace.here(), linger_s=_LINGER_S))
+        return RayWorker(prepared.remote(self._recipe(), number, WorkerPlace.here(), linger_s=_LINGER_S))
 
     async def waits_for_room(self, handle: Any) -> bool:
         """Whether Ray has found no node for the worker yet. In a thread: a cluster that is gone hangs."""
@@ -84,15 +86,12 @@ class RayWorker:
         self.actor = actor
 
     async def start(self) -> int:
-        """Makes the worker; returns its process id."""
         return int(await self._answer(self.actor.start))
 
     async def give(self, items: Sequence[WorkItem]) -> None:
-        """Hands rollouts over."""
         await self._answer(self.actor.give, items)
 
     async def reports(self) -> AsyncGenerator[WorkerReport, None]:
-        """What the worker says. Raises what ended it."""
         try:
             references = submit(self.actor.reports.options(num_returns="streaming"))
             while True:
@@ -100,22 +99,18 @@ class RayWorker:
         except Exception as error:
             raise await self._error(error) from None
 
-    def follow(self, urls: Sequence[str]) -> None:
-        """The engine's servers are others now."""
+    async def follow(self, urls: Sequence[str]) -> None:
         with suppress(Exception):  # it is gone, as its reports will say
             submit(self.actor.follow, list(urls))
 
-    def drop(self) -> None:
-        """Cuts off what is in flight."""
+    async def drop(self) -> None:
         with suppress(Exception):  # it is gone, as its reports will say
             submit(self.actor.drop)
 
     async def close(self) -> None:
-        """Has the worker release what it has."""
         await self._answer(self.actor.close)
 
     def kill(self) -> None:
-        """Ends the actor now."""
         with suppress(Exception):  # Ray may be gone
             import_ray().kill(self.actor)
 

@@ -32,14 +32,13 @@ from rollstream.errors import ConfigError, RunDirectoryError
 from rollstream.reward.base import FunctionReward, Score
 from rollstream.reward.rules import RuleReward
 from rollstream.rollout.availability import EngineAvailability
+from rollstream.rollout.executor import Executor
 from rollstream.rollout.instrumented import InstrumentedEngine
-from rollstream.rollout.local import LocalExecutor
 from rollstream.rollout.processes import ProcessBackend
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.setup import load_configured_reward
 from rollstream.rollout.worker import RolloutWorker
-from rollstream.rollout.worker_host import BuiltWorker
-from rollstream.rollout.workers import WorkersExecutor
+from rollstream.rollout.worker_host import BuiltWorker, LocalBackend
 from rollstream.store.keys import KeyStates
 from rollstream.store.manifest import LOOP_IDENTITY, Manifest
 from rollstream.store.records import EncodedRollout, RecordCodec, json_text, scoring_failed
@@ -454,22 +453,11 @@ async def _run(
         yield from keys
 
     window = recipe.reward.max_concurrency + _AHEAD
-    if worker is not None:
-        local = LocalExecutor(
-            worker.worker,
-            one_pass,
-            load_row=one_pass.load_row,
-            max_in_flight=window,
-            on_durable=settled,
-        )
-        await local.run(all_keys())
-        return
-    workers = processes or min(os.cpu_count() or 1, 4)
+    workers = 1 if worker is not None else processes or min(os.cpu_count() or 1, 4)
     async with AsyncExitStack() as stack:
-        executor = WorkersExecutor(
-            lambda: recipe,
-            cast(Any, one_pass),
-            ProcessBackend(),
+        executor = Executor(
+            one_pass,
+            ProcessBackend(lambda: recipe) if worker is None else LocalBackend(worker),
             load_row=one_pass.load_row,
             max_in_flight=workers * window,
             workers=workers,

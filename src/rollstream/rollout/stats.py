@@ -4,6 +4,7 @@ Workers come, end and are replaced; what they counted until then stays counted.
 """
 
 from dataclasses import dataclass, field, fields
+from typing import Protocol
 
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.load import LoadSum
@@ -47,11 +48,26 @@ class WorkerStatus:
     counts: Counts = field(default_factory=Counts)
     calls: int = 0
     """Requests at the engine now."""
-    engine_available: bool = True
+    is_available: bool = True
     returns: int = 0
     """How often its engine has come back."""
     load: EngineLoad | None = None
     """Of its own engine; None when it has none of its own, or the engine does not say."""
+
+
+class Status(Protocol):
+    """A `WorkerStatus`, or a worker in this process, whose status is always the latest."""
+
+    @property
+    def counts(self) -> Counts: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def is_available(self) -> bool: ...
+    @property
+    def returns(self) -> int: ...
+    @property
+    def load(self) -> EngineLoad | None: ...
 
 
 class WorkerStats:
@@ -63,7 +79,7 @@ class WorkerStats:
 
     def __init__(self, shared_engine: object = None) -> None:
         self._shared_engine = shared_engine
-        self._statuses: dict[int, WorkerStatus] = {}
+        self._statuses: dict[int, Status] = {}
         self._ended = Counts()
         self._loads = LoadSum()
         self._changes = 0
@@ -77,7 +93,7 @@ class WorkerStats:
         """As `ReportsLoad` has it, of the workers' own engines; None when none reports it."""
         return self._loads.add((str(worker), status.load) for worker, status in self._statuses.items())
 
-    def update(self, worker: int, status: WorkerStatus) -> None:
+    def update(self, worker: int, status: Status) -> None:
         """A worker has reported."""
         self._statuses[worker] = status
 
@@ -104,12 +120,12 @@ class WorkerStats:
     @property
     def is_available(self) -> bool:
         """Whether no worker waits for its engine."""
-        return all(status.engine_available for status in self._statuses.values())
+        return all(status.is_available for status in self._statuses.values())
 
     @property
     def all_wait(self) -> bool:
         """Whether there are workers, and all of them wait for their engine."""
-        return bool(self._statuses) and not any(one.engine_available for one in self._statuses.values())
+        return bool(self._statuses) and not any(one.is_available for one in self._statuses.values())
 
     @property
     def returns(self) -> int:

@@ -10,11 +10,11 @@ A key has one owner. What a worker delivers that is not its own any more (it was
 went to others) is refused by `receive`: so whatever dies when, each key is settled once. A place is taken from
 `assign` to `commit`: at most `cap` are, and of them a worker holds at most its share.
 
-A rollout that brings its worker down would do so for ever. So one that was in flight at `free_deaths` deaths
+A rollout that brings its worker down would do so for ever. So one that was in flight at `_FREE_DEATHS` deaths
 is a suspect, and is tried: on a worker that has nothing but suspects, one alone at first, twice as many after
 each that passes, one again after such a worker's death. So innocents are through after a few rounds, and who
 was alone in flight at a death is charged. After `max_charges` it is handed back, to be recorded as failed.
-Half of the workers go on with other work meanwhile, as long as there is some.
+The other workers go on with other work meanwhile.
 """
 
 import heapq
@@ -26,9 +26,6 @@ from rollstream.trajectory import RolloutKey
 _FREE_DEATHS = 4
 """Deaths that a rollout lives through unsuspected: workers die for want of memory, or of another's fault.
 To be a suspect costs little: to run in small company for a while."""
-
-_TRIED_MOST = 1 << 20
-"""Suspects in flight at one worker; more than any share, so that the doubling ends."""
 
 
 class WorkQueue:
@@ -62,12 +59,12 @@ class WorkQueue:
         self._deaths: dict[RolloutKey, int] = {}
         self._charges: dict[RolloutKey, int] = {}
         self._suspects: deque[RolloutKey] = deque()
-        self._reserved: set[int] = set()
-        """The workers that are for suspects, as soon as they have nothing else."""
+        self._reserved: int | None = None
+        """The worker that is for suspects, as soon as it has nothing else."""
         self._tried: set[RolloutKey] = set()
-        """The suspects that they have."""
+        """The suspects that it has."""
         self._limit = 1
-        """Suspects in flight at one worker."""
+        """Suspects in flight at most."""
         self._stopped = False
 
     @property
@@ -108,9 +105,7 @@ class WorkQueue:
             return given
         room -= self._assign_suspects(given, room)
         share = self.share
-        least = [
-            (len(keys), worker) for worker, keys in self._workers.items() if worker not in self._reserved
-        ]
+        least = [(len(keys), worker) for worker, keys in self._workers.items() if worker != self._reserved]
         heapq.heapify(least)
         while room > 0 and least and least[0][0] < share:
             next_key = self._next()
@@ -134,7 +129,7 @@ class WorkQueue:
         self._charges.pop(key, None)
         if key in self._tried:
             self._tried.remove(key)
-            self._limit = min(2 * self._limit, _TRIED_MOST)
+            self._limit *= 2
         return True
 
     def commit(self, key: RolloutKey) -> None:
@@ -152,7 +147,8 @@ class WorkQueue:
         Returns:
             the keys that have caused too many deaths, and how many: they have arrived, as failures.
         """
-        self._reserved.discard(worker)
+        if worker == self._reserved:
+            self._reserved = None
         keys = sorted(self._workers.pop(worker, ()))
         failed, again = [], []
         for key in keys:
@@ -184,35 +180,20 @@ class WorkQueue:
         self._stopped = True
 
     def _assign_suspects(self, given: dict[int, list[RolloutKey]], room: int) -> int:
-        """Gives suspects to workers that are theirs; returns how many."""
-        if not self._suspects:
-            self._reserved = {worker for worker in self._reserved if self._workers[worker] & self._tried}
-            if not self._tried:
-                self._limit = 1
-        count = 0
-        while count < room and self._suspects and (worker := self._worker_for_suspect()) is not None:
+        """Gives suspects to the worker that is theirs; returns how many."""
+        if not self._suspects and not self._tried:
+            self._reserved, self._limit = None, 1
+        elif self._reserved is None and self._workers:
+            self._reserved = min(self._workers, key=lambda worker: (len(self._workers[worker]), worker))
+        if self._reserved is None or not (held := self._workers[self._reserved]) <= self._tried:
+            return 0
+        count = max(0, min(room, len(self._suspects), min(self._limit, self.share) - len(held)))
+        for _ in range(count):
             key = self._suspects.popleft()
             self._tried.add(key)
-            self._workers[worker].add(key)
-            given.setdefault(worker, []).append(key)
-            count += 1
+            held.add(key)
+            given.setdefault(self._reserved, []).append(key)
         return count
-
-    def _worker_for_suspect(self) -> int | None:
-        """A worker that may be given one more suspect, and has nothing else."""
-        most = min(self._limit, self.share)
-        for worker in self._reserved:
-            held = self._workers[worker]
-            if len(held) < most and held <= self._tried:
-                return worker
-        others_wait = bool(self._again) or self._keys is not None
-        most_workers = max(1, len(self._workers) // 2) if others_wait else len(self._workers)
-        free = self._workers.keys() - self._reserved
-        if not free or len(self._reserved) >= min(most_workers, len(self._suspects) + len(self._tried)):
-            return None
-        chosen = min(free, key=lambda worker: (len(self._workers[worker]), worker))
-        self._reserved.add(chosen)
-        return None if self._workers[chosen] else chosen
 
     def _next(self) -> RolloutKey | None:
         if self._again:

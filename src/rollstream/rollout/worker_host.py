@@ -1,7 +1,7 @@
-"""The worker's side of a run with several workers: executes rollouts and reports what became of them.
+"""A worker's side of a run: executes rollouts and reports what became of them.
 
-The same host runs in a process of this machine (`processes`) and as a Ray actor (`ray`): only how orders and
-reports travel differs.
+The same host runs in this process (`LocalBackend`), in a process of this machine (`processes`) and as a Ray actor
+(`ray`): only how orders and reports travel differs.
 """
 
 import asyncio
@@ -12,18 +12,18 @@ import pickle
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.load import ask_load
 from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.instrumented import InstrumentedEngine
-from rollstream.rollout.stats import Counts, WorkerStatus
+from rollstream.rollout.stats import Counts, Status, WorkerStatus
 from rollstream.rollout.worker import RolloutWorker, make_failure
 from rollstream.store.records import EncodedRollout, EncodingError, RecordCodec
 from rollstream.trajectory import Failure, PromptRow, Rollout
@@ -43,6 +43,13 @@ _LOAD_EVERY_S = 2.0
 _LOG_LINES = 200
 """Kept for the next report: a worker that logs more loses the oldest."""
 
+Result = Rollout | EncodedRollout | Failure
+"""What became of a rollout; encoded where it has travelled."""
+
+
+Run = Callable[[PromptRow, int], Awaitable[Rollout | Failure]]
+"""Executes one rollout to its end. Raises `EngineLostError` when the engine stays away."""
+
 
 async def _nothing_to_close() -> None:
     return
@@ -61,11 +68,9 @@ class BuiltWorker:
     """Whether the engine is this worker's own, so that its load is added to the others'."""
     follow: Callable[[Sequence[str]], Awaitable[None]] | None = None
     """Takes the URLs of the engine's servers when they change."""
-
-    @property
-    def engine(self) -> object:
-        """Asked how busy it is."""
-        return self.instrumented.engine
+    run: Run | None = None
+    """Called instead of the worker's own; whatever it does before or after that."""
+    load: EngineLoad | None = None
 
     @property
     def counts(self) -> Counts:
@@ -78,7 +83,6 @@ class BuiltWorker:
 
     @property
     def is_available(self) -> bool:
-        """Whether the engine is believed to be there."""
         return self.availability.is_available
 
     @property
@@ -104,7 +108,7 @@ class WorkerRecipe(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Where a worker runs, and what of the driver's place it should find there."""
+    """Where the driver runs, and what of its place a worker elsewhere should find."""
 
     cwd: str
     sys_path: tuple[str, ...]
@@ -112,7 +116,6 @@ class WorkerPlace:
 
     @classmethod
     def here(cls) -> "WorkerPlace":
-        """The driver's."""
         level = logging.getLogger("rollstream").getEffectiveLevel()
         return cls(str(Path.cwd()), tuple(path for path in sys.path if path), level)
 
@@ -130,79 +133,80 @@ class WorkItem:
     index: int
     repeat: int
     prompt_key: str
-    row: bytes
-    """The prompt row, pickled by itself: one that cannot be read here fails alone."""
-
-    @classmethod
-    def of(cls, row: PromptRow, repeat: int) -> "WorkItem":
-        """Raises whatever pickle does for a row of a user's own dataset class."""
-        return cls(row.index, repeat, row.prompt_key, pickle.dumps(row, protocol=5))
+    row: PromptRow | bytes
+    """Pickled by itself where it travels: one that cannot be read there fails alone."""
 
 
 @dataclass(slots=True)
 class WorkerReport:
     """What a worker says."""
 
-    results: list[EncodedRollout | Failure] = field(default_factory=list)
-    status: WorkerStatus = field(default_factory=WorkerStatus)
+    results: list[Result] = field(default_factory=list)
+    status: Status = field(default_factory=WorkerStatus)
     logs: list[tuple[int, str, str]] = field(default_factory=list)
     """Level, logger, message."""
 
 
 class WorkerHost:
-    """All methods run in one event loop.
+    """Executes rollouts. All methods run in one event loop.
 
     Args:
-        recipe: what it is made from.
+        recipe: what the worker is made from.
         number: see `WorkerRecipe.build`.
-        place: of the driver.
+        place: the driver's, where that is another process; None in the driver's own.
         linger_s: how long a result waits for company before it is reported.
     """
 
-    def __init__(self, recipe: WorkerRecipe, number: int, place: WorkerPlace, *, linger_s: float) -> None:
+    def __init__(
+        self, recipe: WorkerRecipe, number: int, place: WorkerPlace | None = None, *, linger_s: float = 0.0
+    ) -> None:
         self._linger_s = linger_s
         self._recipe = recipe
         self._number = number
         self._place = place
         self._codec = RecordCodec()
-        self._results: deque[EncodedRollout | Failure] = deque()
+        self._results: deque[Result] = deque()
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._fatal: BaseException | None = None
         self._load_asked = 0.0
         self._logs = _LogTail()
         self._built: BuiltWorker | None = None
+        self._run: Run
         self._load: EngineLoad | None = None
 
     async def start(self) -> int:
         """Makes the worker; returns its process id. Raises what the recipe does."""
-        self._place.take()
-        logger = logging.getLogger("rollstream")
-        logger.setLevel(self._place.log_level)
-        logger.addHandler(self._logs)
-        logger.propagate = False
-        self._built = await self._recipe.build(self._number)
-        # What the start made stays: walking it again and again would cost a tenth of the worker's CPU.
-        gc.collect()
+        if self._place is not None:
+            self._place.take()
+            logger = logging.getLogger("rollstream")
+            logger.setLevel(self._place.log_level)
+            logger.addHandler(self._logs)
+            logger.propagate = False
+        self._built = built = await self._recipe.build(self._number)
+        self._run = built.run or built.worker.run
+        # What the start made stays: walking it again and again would cost a quarter of the worker's CPU.
         gc.freeze()
+        self._news.set()
         return os.getpid()
 
     async def give(self, items: Sequence[WorkItem]) -> None:
         """Begins rollouts; returns at once."""
         for item in items:
-            task = asyncio.create_task(self._one(item))
+            task = asyncio.create_task(self._execute(item))
             self._tasks.add(task)
             task.add_done_callback(self._ended)
 
-    async def reports(self) -> AsyncIterator[WorkerReport]:
-        """What happens here, until the worker is closed.
+    async def reports(self) -> AsyncGenerator[WorkerReport, None]:
+        """What happens here, until the worker is closed; elsewhere at least once in `HEARTBEAT_S`.
 
         Raises:
             EngineLostError: the engine stayed away too long.
         """
+        heartbeat = None if self._place is None else HEARTBEAT_S
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_S):
+                async with asyncio.timeout(heartbeat):
                     await self._news.wait()
             if len(self._results) < _REPORT_ROLLOUTS and not self._fatal:
                 await asyncio.sleep(self._linger_s)
@@ -215,20 +219,23 @@ class WorkerHost:
 
     async def follow(self, urls: Sequence[str]) -> None:
         """The engine's servers are others now."""
-        built = self._running
-        if built.follow is not None:
-            await built.follow(urls)
+        if (follow := self._running.follow) is not None:
+            await follow(urls)
 
     async def drop(self) -> None:
         """Cuts off what is in flight."""
-        tasks = list(self._tasks)
-        for task in tasks:
+        self.kill()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def kill(self) -> None:
+        """Cuts off what is in flight; does not wait for it."""
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
         """Cuts off what is in flight and releases everything."""
         await self.drop()
+        gc.unfreeze()
         if self._built is not None:
             await self._built.close()
 
@@ -237,20 +244,20 @@ class WorkerHost:
         assert self._built is not None, "start() first"
         return self._built
 
-    async def _one(self, item: WorkItem) -> None:
-        result: Rollout | Failure
+    async def _execute(self, item: WorkItem) -> None:
+        result: Result
         try:
-            row = pickle.loads(item.row)
+            row = pickle.loads(item.row) if isinstance(item.row, bytes) else item.row
         except Exception as error:
             result = make_failure(item.index, item.repeat, item.prompt_key, 1, "prompt", error)
         else:
-            result = await self._running.worker.run(row, item.repeat)
-        encoded: EncodedRollout | Failure
-        try:
-            encoded = self._codec.encode(result) if isinstance(result, Rollout) else result
-        except EncodingError as error:
-            encoded = make_failure(item.index, item.repeat, item.prompt_key, 1, "store", error)
-        self._results.append(encoded)
+            result = await self._run(row, item.repeat)
+        if self._place is not None and isinstance(result, Rollout):
+            try:
+                result = self._codec.encode(result)
+            except EncodingError as error:
+                result = make_failure(item.index, item.repeat, item.prompt_key, 1, "store", error)
+        self._results.append(result)
         self._news.set()
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
@@ -260,28 +267,46 @@ class WorkerHost:
             self._news.set()
 
     async def _report(self) -> WorkerReport:
-        results: list[EncodedRollout | Failure] = []
+        results: list[Result] = []
         size = 0
         while self._results and len(results) < _REPORT_ROLLOUTS and (size < _REPORT_BYTES or not results):
-            result = self._results.popleft()
-            size += len(result.body) if isinstance(result, EncodedRollout) else len(result.traceback)
-            results.append(result)
+            results.append(result := self._results.popleft())
+            size += len(result.body) if isinstance(result, EncodedRollout) else 0
         if self._results:
             self._news.set()
+        if self._place is None:
+            return WorkerReport(results, self._running)
         return WorkerReport(results, await self._status(), self._logs.take())
 
     async def _status(self) -> WorkerStatus:
         built = self._running
         if built.owns_engine and time.monotonic() - self._load_asked >= _LOAD_EVERY_S:
             self._load_asked = time.monotonic()
-            self._load = await ask_load(built.engine)
-        return WorkerStatus(
-            counts=copy(built.counts),
-            calls=built.calls,
-            engine_available=built.is_available,
-            returns=built.returns,
-            load=self._load,
-        )
+            self._load = await ask_load(built.instrumented.engine)
+        return WorkerStatus(copy(built.counts), built.calls, built.is_available, built.returns, self._load)
+
+
+class LocalBackend:
+    """One worker in this event loop, on an engine of its caller's; see `WorkerBackend`."""
+
+    is_local = True
+    shares_files = True
+
+    def __init__(self, built: BuiltWorker) -> None:
+        self._built = built
+
+    async def build(self, number: int) -> BuiltWorker:
+        """The recipe of its worker."""
+        return self._built
+
+    def spawn(self, number: int) -> WorkerHost:
+        return WorkerHost(self, number)
+
+    async def waits_for_room(self, handle: Any) -> bool:
+        return False
+
+    def describe_room(self) -> str:
+        return "it is in this process"
 
 
 class _LogTail(logging.Handler):
@@ -299,13 +324,3 @@ class _LogTail(logging.Handler):
         lines = list(self._lines)
         self._lines.clear()
         return lines
-
-
-__all__ = [
-    "BuiltWorker",
-    "WorkItem",
-    "WorkerHost",
-    "WorkerPlace",
-    "WorkerRecipe",
-    "WorkerReport",
-]

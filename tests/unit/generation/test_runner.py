@@ -2,7 +2,7 @@
 
 import pytest
 
-from rollstream.generation.run import FailureStreak
+from rollstream.rollout.executor import FailureStreak
 from rollstream.trajectory import Failure
 
 

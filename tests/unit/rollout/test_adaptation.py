@@ -20,13 +20,14 @@ from rollstream.testing.stub_server import StubServer
 from rollstream.trajectory import Completion
 from tests.support.until import until
 from tests.unit.agent.rollouts import started
-from tests.unit.rollout.test_local import Harness
+from tests.unit.rollout.test_executor import Harness
 from tests.unit.store.fabric import open_dir
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds become hundredths."""
+    monkeypatch.setattr(concurrency, "EVERY_S", 0.01)
     monkeypatch.setattr(concurrency, "_WINDOW_S", 0.1)
     monkeypatch.setattr(concurrency, "_PATIENCE_S", 0.05)
     monkeypatch.setattr(concurrency, "_QUEUE_FLOOR", 4)
@@ -46,12 +47,12 @@ async def test_a_long_queue_is_cut_short_and_nothing_is_lost(
         engine = SGLangEngine([server.url])
         await engine.start()
         with open_dir(tmp_path) as run:
-            harness = Harness(run, engine, max_in_flight=64, every_s=0.02)
+            harness = Harness(run, engine, max_in_flight=64, adaptive=True)
             rows = takewhile(lambda _: harness.executor.cap > 32, count(6))  # 3 and 5 fail in the harness
             try:
                 await harness.executor.run(run.state.keys.owed(rows, retry_failed=False))
             finally:
-                await harness.writer.close()
+                await harness.close()
             assert run.state.keys.done == harness.executor.counters.completed == server.stats.answered
         await engine.close()
     assert harness.executor.counters.in_flight == 0
@@ -66,7 +67,7 @@ async def test_refusals_lower_the_cap_and_it_recovers(tmp_path: Path) -> None:
         engine = SGLangEngine([server.url])
         await engine.start()
         with open_dir(tmp_path) as run:
-            harness = Harness(run, engine, max_in_flight=32, every_s=0.02)
+            harness = Harness(run, engine, max_in_flight=32, adaptive=True)
             keys = run.state.keys.owed(range(10_000), retry_failed=False)
             work = asyncio.create_task(harness.executor.run(keys))
             await until(lambda: harness.executor.cap <= 16)
@@ -74,7 +75,7 @@ async def test_refusals_lower_the_cap_and_it_recovers(tmp_path: Path) -> None:
             await until(lambda: harness.executor.cap == 32)
             harness.executor.stop()
             await work
-            await harness.writer.close()
+            await harness.close()
         await engine.close()
 
 
@@ -142,14 +143,14 @@ async def test_slots_that_wait_for_room_end_with_the_run(tmp_path: Path, how: st
     engine = await busy(latency=0.005)
     engine.fail(lambda request: True, EngineOverloadedError("429"), times=None)
     with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, max_in_flight=32, every_s=0.01)
+        harness = Harness(run, engine, max_in_flight=32, adaptive=True)
         work = asyncio.create_task(
             harness.executor.run(run.state.keys.owed(range(10_000), retry_failed=False))
         )
         await until(lambda: max(harness.executor.cap, harness.executor.counters.in_flight) <= 8)
         {"stop": harness.executor.stop, "drop": harness.executor.drop, "cancel": work.cancel}[how]()
         await asyncio.gather(work, return_exceptions=True)
-        await harness.writer.close()
+        await harness.close()
         assert harness.executor.counters.in_flight == 0
         assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
@@ -159,11 +160,11 @@ async def test_an_engine_that_cannot_say_its_load_is_no_reason_to_stop(tmp_path:
     engine = await busy(latency=0.002)
     engine.said = RuntimeError("a bug in somebody's engine")
     with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, max_in_flight=4, every_s=0.001)
+        harness = Harness(run, engine, max_in_flight=4, adaptive=True)
         try:
             await harness.executor.run(run.state.keys.owed(ROWS[:40], retry_failed=False))
         finally:
-            await harness.writer.close()
+            await harness.close()
         assert run.state.keys.done == 80
     assert engine.asked > 5
     assert harness.executor.cap == 4
@@ -180,7 +181,7 @@ async def test_a_broken_adaptation_ends_the_run_with_its_error(
     monkeypatch.setattr(concurrency.ConcurrencyPolicy, "observe", broken)
     engine = await busy(latency=1e6)
     with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, max_in_flight=4, every_s=0.001)
+        harness = Harness(run, engine, max_in_flight=4, adaptive=True)
         with pytest.raises(ZeroDivisionError, match="state machine"):
             await harness.work(4)
 
@@ -200,7 +201,7 @@ async def test_while_the_engine_is_away_nothing_is_concluded(
 
     monkeypatch.setattr(concurrency.ConcurrencyPolicy, "observe", counting)
     with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, max_in_flight=8, every_s=0.001)
+        harness = Harness(run, engine, max_in_flight=8, adaptive=True)
         work = asyncio.create_task(harness.executor.run(run.state.keys.owed(ROWS[:30], retry_failed=False)))
         await until(lambda: observed, every=0)
         engine.go_down()
@@ -210,6 +211,6 @@ async def test_while_the_engine_is_away_nothing_is_concluded(
         assert observed == before
         engine.come_back()
         await work
-        await harness.writer.close()
+        await harness.close()
         assert run.state.keys.done == 60
     assert observed > before

@@ -32,7 +32,7 @@ def test_counts_and_generations_only_rise(events: list[tuple[int, int, bool]]) -
 def test_whether_work_waits() -> None:
     stats = WorkerStats()
     assert stats.is_available and not stats.all_wait
-    stats.update(1, WorkerStatus(engine_available=False))
+    stats.update(1, WorkerStatus(is_available=False))
     stats.update(2, WorkerStatus())
     assert not stats.is_available and not stats.all_wait
     stats.remove(2)

@@ -1,6 +1,6 @@
 """The built-in generator: a generation run whose sink is the rollout buffer.
 
-    payload -> settings -> plan, without what the buffer has -> LocalExecutor -> item -> durable
+    payload -> settings -> plan, without what the buffer has -> Executor -> item -> durable
 
 A rollout's uid is a pure function of job, instance, epoch and repeat. So a generator that is started again
 asks the buffer which uids it has, and generates the others.
@@ -37,9 +37,9 @@ from rollstream.errors import ConfigError, DataError
 from rollstream.integrations.slime.payload_rules import PayloadRules
 from rollstream.reward.base import ComputeScore, FunctionReward
 from rollstream.reward.rules import find_rule
-from rollstream.rollout.concurrency import ConcurrencyController
-from rollstream.rollout.local import LocalExecutor, Worker
+from rollstream.rollout.executor import Executor
 from rollstream.rollout.setup import build_setup, in_flight_limit, load_agents
+from rollstream.rollout.worker_host import LocalBackend, Run
 from rollstream.store.records import EncodingError
 from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey
 
@@ -179,21 +179,22 @@ async def _generate(
         with contextlib.suppress(BufferClientError):  # no such job: a generator that was started by hand
             await client.expect_items(plan.job, len(known))
         progress = Progress(plan, known=sum(known))
-        order = EpochOrder(built.worker, plan.repeats)
-        most = in_flight_limit(settings)
+        order = EpochOrder(built.worker.run, plan.repeats)
 
         def on_durable(result: Rollout | Failure) -> None:
             order.written(result)
             progress.add(result)
 
-        executor = LocalExecutor(
-            order,
+        executor = Executor(
             BufferSink(client, plan, rows, _text(data, "task_type")),
+            LocalBackend(replace(built, run=order.run)),
             load_row=rows.row,
-            max_in_flight=most,
+            max_in_flight=in_flight_limit(settings),
+            adaptive=True,
+            engine=engine,
             on_durable=on_durable,
-            controller=ConcurrencyController(most, built),
         )
+        stack.push_async_callback(executor.close)
         await executor.run(order.opened(itertools.compress(plan.keys(), (not one for one in known))))
         progress.end()
 
@@ -388,8 +389,8 @@ class EpochOrder:
     The buffer makes groups of items in the order of their arrival, so those of two epochs would be mixed.
     """
 
-    def __init__(self, worker: Worker, repeats: int) -> None:
-        self._worker, self._repeats = worker, repeats
+    def __init__(self, run: Run, repeats: int) -> None:
+        self._run, self._repeats = run, repeats
         self._open: dict[int, Counter[int]] = {}
         """How many rollouts have begun and are not written, by row and epoch."""
         self._changed = asyncio.Event()
@@ -401,7 +402,7 @@ class EpochOrder:
             yield key
 
     async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
-        result = await self._worker.run(row, repeat)
+        result = await self._run(row, repeat)
         while min(self._open[row.index]) < repeat // self._repeats:
             await self._changed.wait()
         return result

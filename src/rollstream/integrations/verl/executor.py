@@ -1,6 +1,6 @@
 """`generation.executor=verl`: verl's dataset and agent loops, rollstream's store, workers and engines.
 
-    verl's dataset -> WorkersExecutor -> WorkerHost(verl's AgentLoopWorker -> verl's client -> engine)
+    verl's dataset -> Executor -> WorkerHost(verl's AgentLoopWorker -> verl's client -> engine)
                                         |
                                    trajectories -> StoreWriter
 

@@ -13,8 +13,8 @@ from rollstream.integrations.verl.compose import to_rollstream
 from rollstream.integrations.verl.recipe import VerlRecipe
 from rollstream.integrations.verl.rows import sample_row
 from rollstream.integrations.verl.worker import StreamingAgentLoopWorkerMixin
+from rollstream.rollout.executor import Executor
 from rollstream.rollout.ray import RayBackend
-from rollstream.rollout.workers import WorkersExecutor
 from rollstream.store.records import EncodedRollout
 from rollstream.trajectory import Failure, RolloutKey
 
@@ -78,16 +78,14 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
             data_sources=("unknown",),
         )
         results = _Results()
-        run = WorkersExecutor(
-            lambda: recipe,
-            results,  # type: ignore[arg-type]
-            RayBackend(None),
+        run = Executor(
+            results,
+            RayBackend(lambda: recipe),
             load_row=lambda index: sample_row(index, rows[index]),
             max_in_flight=max_in_flight,
             workers=self.rollout_config.agent.num_workers,
             attempt_timeout=600.0,
             max_attempts=max_attempts,
-            adaptive=False,
         )
         try:
             await run.start()

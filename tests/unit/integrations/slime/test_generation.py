@@ -462,7 +462,7 @@ def test_results_of_an_epoch_pass_when_the_one_before_is_written(
             return failed(row.index, repeat=repeat)
 
     async def run() -> None:
-        order = EpochOrder(Rollouts(), repeats)
+        order = EpochOrder(Rollouts().run, repeats)
         keys = order.opened(JobPlan("j", list(range(rows)), repeats, epochs, Counter()).keys())
 
         async def slot() -> None:

@@ -1,4 +1,4 @@
-"""R2, R3, R5, R7: the local executor with real agent loops, a real store and a scripted engine."""
+"""R2, R3, R5, R7: the executor in one event loop, with real agent loops, a real store and a scripted engine."""
 
 import asyncio
 from dataclasses import replace
@@ -20,12 +20,11 @@ from rollstream.errors import (
     TransientEngineError,
 )
 from rollstream.rollout.availability import EngineAvailability
-from rollstream.rollout.concurrency import ConcurrencyController
+from rollstream.rollout.executor import Executor
 from rollstream.rollout.instrumented import InstrumentedEngine
-from rollstream.rollout.local import LocalExecutor
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker, rollout_seed
-from rollstream.rollout.worker_host import BuiltWorker
+from rollstream.rollout.worker_host import BuiltWorker, LocalBackend
 from rollstream.store.find import find_trajectory
 from rollstream.store.run_dir import RunDirectory
 from rollstream.store.summary import read_failures
@@ -59,7 +58,7 @@ class Harness:
         run: RunDirectory,
         engine: Engine,
         *,
-        every_s: float | None = None,
+        adaptive: bool = False,
         refusal_patience: float = 0.0,
         loop: str = "single_turn_agent",
         max_in_flight: int = 8,
@@ -90,23 +89,24 @@ class Harness:
         )
         self.writer = StoreWriter(run, save_batch_size=1000, pull_timeout=60)
         self.writer.start()
-        self.controller = None
-        if every_s is not None:
-            built = BuiltWorker(self.worker, metered, self.availability)
-            self.controller = ConcurrencyController(max_in_flight, built, every_s=every_s)
-        self.executor = LocalExecutor(
-            self.worker,
+        self.executor = Executor(
             self.writer,
+            LocalBackend(BuiltWorker(self.worker, metered, self.availability)),
             load_row=load_row,
             max_in_flight=max_in_flight,
-            controller=self.controller,
+            adaptive=adaptive,
+            engine=engine,
         )
+
+    async def close(self) -> None:
+        await self.executor.close()
+        await self.writer.close()
 
     async def work(self, rows: int) -> None:
         try:
             await self.executor.run(self.run.state.keys.owed(range(rows), retry_failed=False))
         finally:
-            await self.writer.close()
+            await self.close()
 
 
 async def test_every_rollout_is_done_or_recorded(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ async def test_a_row_says_how_it_is_sampled(tmp_path: Path) -> None:
         row = replace(load_row(0), columns={"sampling_params": {"temperature": 0.25, "max_tokens": 2}})
         await harness.worker.run(row, 0)
         failed = await harness.worker.run(replace(row, columns={"sampling_params": {"temprature": 1}}), 1)
-        await harness.writer.close()
+        await harness.close()
     (asked,) = engine.requests
     assert (asked.sampling.temperature, asked.sampling.max_tokens) == (0.25, 2)
     assert asked.sampling.seed == rollout_seed(3, 0, 0)
@@ -233,7 +233,7 @@ async def test_deadly_requests_are_found_and_nobody_else_is_charged(
             await harness.executor.run(run.state.keys.owed(rows, retry_failed=False))
             assert engine.peak_in_flight > 4  # full concurrency again
         finally:
-            await harness.writer.close()
+            await harness.close()
     failures = list(read_failures(tmp_path))
     assert {(one.index, one.repeat) for one in failures} == {(i, r) for i in deadly for r in range(N)}
     assert {one.attempts for one in failures} == {3}

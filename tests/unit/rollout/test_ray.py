@@ -1,4 +1,4 @@
-"""What the supervisor and the Ray backend say of workers that do not come, with workers that are played."""
+"""What the executor and the Ray backend say of workers that do not come, with workers that are played."""
 
 import asyncio
 import logging
@@ -9,22 +9,22 @@ import pytest
 
 from rollstream.childproc import ChildDiedError
 from rollstream.errors import ConfigError, RollstreamError
+from rollstream.rollout import executor
 from rollstream.rollout import ray as ray_backend
-from rollstream.rollout import supervisor
+from rollstream.rollout.executor import Executor
 from rollstream.rollout.ray import RayBackend, RayWorker
-from rollstream.rollout.stats import WorkerStats
-from rollstream.rollout.supervisor import WorkerSupervisor
 
 
 class NoRoom:
     """A backend whose workers never come."""
 
+    is_local = False
     shares_files = True
 
     def __init__(self, no_room: bool) -> None:
         self.no_room = no_room
 
-    def spawn(self, recipe: object, number: int) -> Any:
+    def spawn(self, number: int) -> Any:
         return SimpleNamespace(start=asyncio.Event().wait, kill=lambda: None)
 
     async def waits_for_room(self, handle: object) -> bool:
@@ -34,14 +34,6 @@ class NoRoom:
         return "there are 2 CPUs"
 
 
-def supervise(backend: Any) -> WorkerSupervisor:
-    owner: Any = SimpleNamespace()
-    recipe: Any = lambda: None  # noqa: E731
-    return WorkerSupervisor(
-        backend, recipe, owner, attempt_timeout=1, engine_timeout=1, stats=WorkerStats(), urls=None
-    )
-
-
 @pytest.mark.parametrize(
     ("no_room", "line"),
     [(False, "INFO worker 0 still is starting, after"), (True, "INFO worker 0 still waits for room, after")],
@@ -49,15 +41,16 @@ def supervise(backend: Any) -> WorkerSupervisor:
 async def test_no_room_is_told_from_a_slow_start(
     no_room: bool, line: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervisor, "_SAY_EVERY_S", 0.02)
-    monkeypatch.setattr(supervisor, "_EXPECTED_S", 1.06)
-    monkeypatch.setattr(supervisor, "_FIRST_WORKER_S", 0.5)
-    one = supervise(NoRoom(no_room))
+    monkeypatch.setattr(executor, "_SAY_EVERY_S", 0.02)
+    monkeypatch.setattr(executor, "_EXPECTED_S", 1.06)
+    monkeypatch.setattr(executor, "_FIRST_WORKER_S", 0.5)
+    sink: Any = None
+    one = Executor(sink, NoRoom(no_room), load_row=lambda index: sink, max_in_flight=1)
     with (
         caplog.at_level(logging.INFO, "rollstream"),
         pytest.raises(RollstreamError, match=r"no worker could be started .*there are 2 CPUs"),
     ):
-        await one.start(1)
+        await one.start()
     await one.close()
     lines = [f"{record.levelname} {record.message}" for record in caplog.records]
     assert any(said.startswith(line) for said in lines)
@@ -81,10 +74,9 @@ def test_what_ray_refuses_is_an_error_of_the_configuration_without_secrets(
     )
     monkeypatch.setattr(ray_backend, "import_ray", lambda: played)
     secret = {"num_cpus": 0.00001, "runtime_env": {"env_vars": {"MY_TOKEN": "TELLNOBODY"}}}
-    backend = RayBackend(secret)
-    recipe: Any = None
+    backend = RayBackend(lambda: None, secret)  # type: ignore[arg-type, return-value]
     with pytest.raises(ConfigError, match=r"ray_kwargs\.worker: Ray does not take .*precision") as caught:
-        backend.spawn(recipe, 0)
+        backend.spawn(0)
     assert "TELLNOBODY" not in str(caught.value)
     assert "MY_TOKEN" in backend.describe_room() and "TELLNOBODY" not in backend.describe_room()
 
@@ -133,5 +125,5 @@ async def test_a_worker_that_ray_has_forgotten_is_lost_and_the_run_goes_on() -> 
     for call in (worker.start(), worker.give([]), anext(worker.reports()), worker.close()):
         with pytest.raises(ChildDiedError, match="died"):
             await call
-    worker.follow(["http://127.0.0.1:1"])
-    worker.drop()
+    await worker.follow(["http://127.0.0.1:1"])
+    await worker.drop()

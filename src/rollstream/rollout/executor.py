@@ -1,0 +1,725 @@
+"""The executor: owed rollouts are dispatched late, executed by workers, and durable here.
+
+    this process: keys --WorkQueue--> give --> [ worker 0 ] --\\
+                        ^                  --> [ worker 1 ] ---> reports --> Sink --> committed
+                        +--------------------------------------------------------------+
+
+    slot (a number) --> start --> worker --reports--> ends --pause--> the slot's next worker
+                          +-- cannot start, too often in a row --> the slot is given up
+
+The driver owns the keys and the sink; the workers own attempts, retries and the wait for their engine
+(`worker`). A worker that ends costs what was in flight there: that is owed again and charged to no rollout, and
+another worker takes its slot. Which key is whose is decided by `WorkQueue` alone. Where workers run is a
+backend's affair: in this event loop, as processes of this machine, as Ray actors.
+"""
+
+import asyncio
+import itertools
+import logging
+import pickle
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+from rollstream.aio import Restarts, finish_despite_cancellation
+from rollstream.chat.images import as_bytes, is_file
+from rollstream.childproc import ChildDiedError
+from rollstream.errors import DataError, EngineLostError, EngineUnavailableError, RollstreamError
+from rollstream.rollout.concurrency import ConcurrencyController
+from rollstream.rollout.stats import WorkerStats
+from rollstream.rollout.work_queue import WorkQueue
+from rollstream.rollout.worker import make_failure
+from rollstream.rollout.worker_host import Result, WorkerReport, WorkItem
+from rollstream.store.records import EncodingError
+from rollstream.trajectory import Failure, PromptRow, RolloutKey, failure_cause
+
+logger = logging.getLogger(__name__)
+
+_FIRST_WORKER_S = 1200.0
+"""For the first worker: a cluster that scales itself starts machines, an embedded engine loads a model."""
+
+_EXPECTED_S = 30.0
+"""A worker that takes longer to come has no places kept free for it: there may be no room for it."""
+
+_SAY_EVERY_S = 10.0
+"""Between lines about a worker that has not come yet, until the first one has."""
+
+_SILENCE_S = 60.0
+"""Beyond the time limit of an attempt: a worker that reports nothing for so long hangs for good, since
+whatever holds up its event loop holds up the limit as well."""
+
+_CLOSE_S = 10.0
+"""For a worker to release its engine and tools before it is killed."""
+
+_URLS_EVERY_S = 1.0
+"""Between looks at which servers there are; launched ones come back on other ports."""
+
+_URLS_REPEAT = 10
+"""Looks after which workers are sent what has not changed: one may have found a new server still deaf."""
+
+_OUTAGE_PAUSE_S = 5.0
+"""Before a worker is started again that found no engine: to start one costs seconds of a CPU."""
+
+_FIRST_RESTART_S = 0.5
+_RESTART_S_MAX = 30.0
+_MOST_FAILED_STARTS = 5
+"""As for launched servers: a worker that cannot start so often in a row is given up."""
+
+
+class WorkerDiedError(RollstreamError):
+    """The worker process ended under a rollout that was alone in it, time after time."""
+
+
+class WorkerHandle(Protocol):
+    """A worker, as the driver holds it. Whatever it awaits raises `ChildDiedError` once the worker is gone."""
+
+    async def start(self) -> int:
+        """Makes the worker; returns its process id. Raises what `WorkerRecipe.build` raises."""
+        ...
+
+    async def give(self, items: Sequence[WorkItem]) -> None:
+        """Hands rollouts over."""
+        ...
+
+    def reports(self) -> AsyncGenerator[WorkerReport, None]:
+        """Yields what the worker says. Ends by raising what ended the worker."""
+        ...
+
+    async def follow(self, urls: Sequence[str]) -> None:
+        """Says that the engine's servers are others now."""
+        ...
+
+    async def drop(self) -> None:
+        """Has what is in flight cut off."""
+        ...
+
+    async def close(self) -> None:
+        """Lets the worker release what it has."""
+        ...
+
+    def kill(self) -> None:
+        """Ends the worker now. Idempotent; never raises."""
+        ...
+
+
+class WorkerBackend(Protocol):
+    """Where workers run."""
+
+    is_local: bool
+    """Whether in this event loop, so that nothing has to travel."""
+    shares_files: bool
+    """Whether workers can read the files that the driver reads."""
+
+    def spawn(self, number: int) -> WorkerHandle:
+        """A new worker, not started. Raises `ConfigError` when its options are refused."""
+        ...
+
+    async def waits_for_room(self, handle: Any) -> bool:
+        """Whether a worker that has not started yet has no place to run."""
+        ...
+
+    def describe_room(self) -> str:
+        """What there is and what a worker asks for, for messages; without secrets."""
+        ...
+
+
+class Sink(Protocol):
+    """Makes results durable: a `StoreWriter`, a rollout buffer."""
+
+    def submit(self, result: Any, /) -> Awaitable[None]:
+        """Done when the result is durable; raises `EncodingError` if this one cannot be stored."""
+        ...
+
+
+@dataclass(slots=True)
+class WindowCounters:
+    """What the executor holds and what went through."""
+
+    in_flight: int = 0
+    completed: int = 0
+    """Durable rollouts of this executor."""
+    failed: int = 0
+    """Durable failures of this executor."""
+    dropped: int = 0
+    """Rollouts in flight that were cut off by a stop; owed again."""
+
+
+class FailureStreak:
+    """Whether all rollouts of a process failed so far, with one cause. Pure.
+
+    One prompt that cannot be used is not enough, however large `n` is: the failures have to be of several.
+    """
+
+    _ROWS = 8
+
+    def __init__(self, limit: int, rows: int) -> None:
+        """`limit`: failures after which it is hopeless, 0 for never; `rows`: prompt rows of the run."""
+        self.count = 0
+        self._limit = limit
+        self._enough = min(self._ROWS, rows)
+        self._causes: set[str] = set()
+        self._indices: set[int] = set()
+
+    def completed(self) -> None:
+        """A rollout was completed: it is not hopeless, and never will be."""
+        self._limit = 0
+
+    def failed(self, failure: Failure) -> bool:
+        """Counts a failure; whether it is hopeless now."""
+        if not self._limit:
+            return False
+        self.count += 1
+        self._causes.add(failure_cause(failure.error))
+        self._indices.add(failure.index)
+        if len(self._causes) > 1:
+            self._limit = 0
+        return self.count >= self._limit > 0 and len(self._indices) >= self._enough
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    """A number that a worker has, and others after it."""
+
+    number: int
+    waiting_since: float
+    """Since when no worker has it."""
+    restarts: Restarts = field(
+        default_factory=lambda: Restarts(
+            first=_FIRST_RESTART_S, longest=_RESTART_S_MAX, most_failures=_MOST_FAILED_STARTS
+        )
+    )
+    worker: "_Worker | None" = None
+    has_come: bool = False
+    """Whether it ever had a worker."""
+    given_up: bool = False
+    outage_since: float | None = None
+    """Since when its workers cannot start because no engine answers."""
+
+    def is_expected(self) -> bool:
+        """Whether its share of places is kept free."""
+        recent = time.monotonic() - self.waiting_since < _EXPECTED_S
+        return not self.given_up and (self.worker is not None or recent)
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    """A worker that runs."""
+
+    id: int
+    """Never used again."""
+    slot: _Slot
+    handle: WorkerHandle
+    pid: int
+
+
+class Executor:
+    """Runs owed rollouts until there are no more or it is told to stop.
+
+    Args:
+        sink: makes rollouts durable.
+        backend: where workers run.
+        load_row: the prompt row of an index; may raise `DataError`.
+        max_in_flight: rollouts at once, over all workers.
+        workers: how many.
+        attempt_timeout: seconds for one attempt.
+        max_attempts: workers that a rollout may bring down, alone in them, before it is recorded as failed.
+        engine_timeout: seconds that workers which start may find no engine, once there was one.
+        adaptive: keeps fewer in flight while the engines are overloaded.
+        engine: asked how busy it is, where workers share one; None: they have their own.
+        urls: of the servers that workers use, where these may change.
+        on_durable: called for each rollout or failure once it is durable (R2).
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        backend: WorkerBackend,
+        *,
+        load_row: Callable[[int], PromptRow],
+        max_in_flight: int,
+        workers: int = 1,
+        attempt_timeout: float = 600.0,
+        max_attempts: int = 3,
+        engine_timeout: float = 600.0,
+        adaptive: bool = False,
+        engine: object = None,
+        urls: Callable[[], Sequence[str]] | None = None,
+        on_durable: Callable[[Any], object] | None = None,
+    ) -> None:
+        self._sink = sink
+        self._backend = backend
+        self._load_row = load_row
+        self._cap = max_in_flight
+        self._workers = workers
+        self._max_charges = max_attempts
+        self._engine_timeout = engine_timeout
+        self._silence_s = None if backend.is_local else attempt_timeout + _SILENCE_S
+        self._urls = urls
+        self._on_durable = on_durable
+        self.stats = WorkerStats(shared_engine=engine)
+        """What the workers count."""
+        self.counters = WindowCounters()
+        self.deaths = 0
+        """Workers that ended while they were wanted."""
+        self._controller = ConcurrencyController(max_in_flight, self.stats) if adaptive else None
+        self._slots: list[_Slot] = []
+        self._ids = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._commits: set[asyncio.Future[None]] = set()
+        self._queue: WorkQueue | None = None
+        self._pumping = False
+        self._paused = False
+        self._stopping = False
+        self._dropped = False
+        self._closed = False
+        self._joined = asyncio.Event()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets the first cause for which the run cannot go on."""
+        self._ended = asyncio.Event()
+        """Set when nothing is in flight and nothing more will be, or all was dropped."""
+        self._last_item: WorkItem | None = None
+
+    @property
+    def cap(self) -> int:
+        """Rollouts in flight at most, now."""
+        return self._cap
+
+    @cap.setter
+    def cap(self, cap: int) -> None:
+        self._cap = cap
+        if self._queue is not None:
+            self._queue.cap = cap
+            self._pump_soon()
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is begun for now; what is in flight goes on."""
+        return self._paused
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        self._paused = paused
+        self._pump_soon()
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts dispatched and not durable yet."""
+        return self._queue.in_flight if self._queue is not None else 0
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the workers that run, by slot."""
+        return {worker.slot.number: worker.pid for worker in self._living().values()}
+
+    async def start(self) -> None:
+        """Starts the workers; returns when one of them is ready.
+
+        Raises:
+            ConfigError: a worker cannot be made as configured.
+            RollstreamError: a worker says why it cannot start, or none comes.
+        """
+        for number in range(self._workers):
+            self._slots.append(slot := _Slot(number, time.monotonic()))
+            self._own(self._keep(slot))
+        if self._urls is not None:
+            self._own(self._send_urls(self._urls))
+        joined = asyncio.ensure_future(self._joined.wait())
+        try:
+            started: set[asyncio.Future[Any]] = {joined, self._failed}
+            await asyncio.wait(started, timeout=_FIRST_WORKER_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            joined.cancel()
+        if self._failed.done():
+            self._failed.result()
+        if not self._joined.is_set():
+            raise RollstreamError(
+                f"no worker could be started within {_FIRST_WORKER_S:g} s: {self._backend.describe_room()}"
+            )
+
+    async def run(self, keys: Iterator[RolloutKey]) -> None:
+        """Works off `keys`; returns when all are durable, or after a stop when nothing is in flight.
+
+        Raises:
+            StorageError: the sink is broken.
+            EngineLostError: the engine stayed away too long.
+            RollstreamError: no worker can be started any more.
+        """
+        if not self._slots:
+            await self.start()
+        self._queue = queue = WorkQueue(keys, cap=self._cap, max_charges=self._max_charges)
+        for worker in self._living():
+            queue.add(worker)
+        self._ended.clear()
+        if self._stopping:
+            queue.stop()
+        waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._ended.wait())]
+        if self._controller is not None:
+            waiting.append(asyncio.ensure_future(self._controller.run(self)))
+        self._pump()
+        try:
+            await asyncio.wait({*waiting, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            for ended in (self._failed, *waiting):
+                if ended.done():
+                    ended.result()
+        finally:
+            await finish_despite_cancellation(self._settle(queue, waiting))
+            self._queue = None
+            self.counters.dropped += queue.at_workers
+            self.counters.in_flight = 0
+
+    async def _settle(self, queue: WorkQueue, companions: Sequence[asyncio.Future[Any]]) -> None:
+        """Nothing is in flight when this returns; what is in the sink's hands is durable, and counted."""
+        for companion in companions:
+            companion.cancel()
+        await asyncio.gather(*companions, return_exceptions=True)
+        if queue.at_workers:
+            queue.stop()
+            handles = [worker.handle for worker in self._living().values()]
+            await asyncio.gather(*(handle.drop() for handle in handles), return_exceptions=True)
+        while self._commits:
+            await asyncio.wait(set(self._commits))
+            await asyncio.sleep(0)
+
+    def stop(self) -> None:
+        """Gives out nothing more; what is in flight goes on. Idempotent."""
+        self._stopping = True
+        if self._queue is not None:
+            self._queue.stop()
+            self._pump_soon()
+
+    def drop(self) -> None:
+        """Cuts off what is in flight. Idempotent."""
+        self.stop()
+        self._dropped = True
+        self._ended.set()
+
+    async def close(self) -> None:
+        """Ends the workers. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            await asyncio.gather(*(self._close_worker(worker) for worker in self._living().values()))
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._failed.cancel()
+
+    def _living(self) -> dict[int, _Worker]:
+        """The workers that run, by id."""
+        return {slot.worker.id: slot.worker for slot in self._slots if slot.worker is not None}
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends the run with its first cause (R10)."""
+        if not self._failed.done() and not self._closed:
+            self._failed.set_exception(error)
+            self._failed.exception()  # whoever runs gets it; nobody may be running
+
+    def _own(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a coroutine until it ends or the executor is closed; what it raises ends the run."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._disown)
+
+    def _disown(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    # -- rollouts
+
+    def _pump_soon(self) -> None:
+        """Gives out work once for all that happens in this round of the event loop."""
+        if not self._pumping:
+            self._pumping = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pumping = False
+        queue = self._queue
+        if queue is None or self._dropped:
+            return
+        if self._stopping or not self._paused:
+            queue.expected = sum(slot.is_expected() for slot in self._slots)
+            workers = self._living()
+            try:
+                for worker, keys in queue.assign().items():
+                    self._give(queue, workers[worker], keys)
+            except Exception as error:
+                self._fail(error)
+                return
+        self.counters.in_flight = queue.in_flight
+        if queue.is_finished:
+            self._ended.set()
+
+    def _give(self, queue: WorkQueue, worker: _Worker, keys: Sequence[RolloutKey]) -> None:
+        items, shown = [], []
+        for key in keys:
+            prompt_key = ""
+            try:
+                row = self._load_row(key.index)
+                prompt_key = row.prompt_key
+                if not self._backend.shares_files and any(map(is_file, row.images)):
+                    shown.append((key, row))
+                else:
+                    items.append(self._item(row, key.repeat))
+            except Exception as error:
+                if not prompt_key and not isinstance(error, DataError):
+                    raise
+                # A row that cannot be read, or that a user's dataset class filled with what cannot travel.
+                queue.receive(worker.id, key)
+                self._commit(queue, make_failure(key.index, key.repeat, prompt_key, 1, "prompt", error))
+        if items:
+            self._own(self._hand_over(worker, items))
+        if shown:
+            self._own(self._give_with_images(queue, worker, shown))
+
+    def _item(self, row: PromptRow, repeat: int) -> WorkItem:
+        """What travels; the repeats of a row, which come one after the other, share its bytes."""
+        if self._backend.is_local:
+            return WorkItem(row.index, repeat, row.prompt_key, row)
+        last = self._last_item
+        if last is not None and last.index == row.index and last.prompt_key == row.prompt_key:
+            return replace(last, repeat=repeat)
+        self._last_item = item = _packed(row, repeat)
+        return item
+
+    async def _hand_over(self, worker: _Worker, items: Sequence[WorkItem]) -> None:
+        """Sends work; a worker that does not take it is killed, so its reports end."""
+        try:
+            await worker.handle.give(items)
+        except Exception as error:
+            logger.debug("worker %d takes no work: %s", worker.slot.number, error)
+            worker.handle.kill()
+
+    async def _give_with_images(
+        self, queue: WorkQueue, worker: _Worker, rows: Sequence[tuple[RolloutKey, PromptRow]]
+    ) -> None:
+        """Gives rows whose images are files, which travel as bytes: a node need not have the files.
+
+        One that has not would fail them all at once, and so be given nearly all there are. What the row's
+        messages say of the images stays as it is.
+        """
+        for key, row in rows:
+            item: WorkItem | Exception
+            try:
+                item = await asyncio.to_thread(_packed_with_images, row, key.repeat)
+            except Exception as error:  # as in `_give`
+                item = error
+            # Meanwhile the worker may have died, which gave the key to another, or all may be over.
+            if self._queue is not queue or self._dropped:
+                return
+            if key not in queue.held_by(worker.id):
+                continue
+            if isinstance(item, WorkItem):
+                await self._hand_over(worker, [item])
+            elif queue.receive(worker.id, key):
+                self._commit(queue, make_failure(key.index, key.repeat, row.prompt_key, 1, "prompt", item))
+
+    def _commit(self, queue: WorkQueue, result: Result) -> None:
+        future = asyncio.ensure_future(self._sink.submit(result))
+        self._commits.add(future)
+        future.add_done_callback(partial(self._committed, queue, result))
+
+    def _committed(self, queue: WorkQueue, result: Result, future: "asyncio.Future[None]") -> None:
+        self._commits.discard(future)
+        error = future.exception()
+        if isinstance(error, EncodingError) and not (isinstance(result, Failure) and result.stage == "store"):
+            prompt_key = getattr(result, "prompt_key", "")
+            self._commit(queue, make_failure(result.index, result.repeat, prompt_key, 1, "store", error))
+            return
+        if error is not None:
+            self._fail(error)
+            return
+        queue.commit(result.key)
+        if isinstance(result, Failure):
+            self.counters.failed += 1
+        else:
+            self.counters.completed += 1
+        if self._on_durable is not None:
+            try:
+                self._on_durable(result)
+            except Exception as own:
+                self._fail(own)
+        self._pump_soon()
+
+    def _blame(self, key: RolloutKey, charges: int, cause: BaseException) -> Failure:
+        died = WorkerDiedError(
+            f"its worker died {charges} times while nothing else was in flight there; the last time: {cause}"
+        )
+        prompt_key = ""
+        with suppress(DataError):
+            prompt_key = self._load_row(key.index).prompt_key
+        return make_failure(key.index, key.repeat, prompt_key, charges, "agent", died)
+
+    # -- workers
+
+    async def _keep(self, slot: _Slot) -> None:
+        """Sees to it that the slot has a worker, until it is given up."""
+        while True:
+            handle = self._backend.spawn(slot.number)
+            try:
+                pause = await self._live(slot, handle)
+            finally:
+                handle.kill()
+            if pause is None:
+                return
+            slot.waiting_since = time.monotonic()
+            await asyncio.sleep(pause)
+
+    async def _live(self, slot: _Slot, handle: WorkerHandle) -> float | None:
+        """The life of one worker; returns the pause until the next, None when there is none."""
+        saying = asyncio.ensure_future(self._say_what_it_waits_for(slot, handle))
+        try:
+            pid = await handle.start()
+        except Exception as error:
+            return self._not_started(slot, error)
+        finally:
+            saying.cancel()
+        slot.worker = worker = _Worker(next(self._ids), slot, handle, pid)
+        slot.has_come = True
+        began = time.monotonic()
+        try:
+            await self._join(worker)
+            await self._listen(worker)
+        except Exception as error:
+            return await self._gone(worker, error, time.monotonic() - began)
+        finally:
+            slot.worker = None
+        raise AssertionError("a worker reports until it ends")
+
+    async def _say_what_it_waits_for(self, slot: _Slot, handle: WorkerHandle) -> None:
+        """Logs it until cancelled: often while no worker works yet, and once when its places go to others."""
+        began, warned = time.monotonic(), False
+        while True:
+            await asyncio.sleep(_SAY_EVERY_S)
+            waited = time.monotonic() - began
+            no_room = await self._backend.waits_for_room(handle)
+            is_long = waited > _EXPECTED_S - 1 and not warned
+            if no_room and is_long:
+                room = self._backend.describe_room()
+                logger.warning("worker %d still waits for room, after %.0f s: %s", slot.number, waited, room)
+            elif is_long or not self._joined.is_set():
+                state = "waits for room" if no_room else "is starting"
+                logger.info("worker %d still %s, after %.0f s", slot.number, state, waited)
+            warned = warned or is_long
+
+    def _not_started(self, slot: _Slot, cause: BaseException) -> float | None:
+        if not self._joined.is_set() and not isinstance(cause, ChildDiedError):
+            self._fail(cause)  # the first worker could not be made, so none can
+            return None
+        now = time.monotonic()
+        if not isinstance(cause, EngineUnavailableError):
+            slot.outage_since = None
+        elif slot.outage_since is None or now - slot.outage_since < self._engine_timeout:
+            # As a worker that runs waits for it, and no fault of this one.
+            slot.outage_since = slot.outage_since or now
+            logger.warning("worker %d waits for an engine: %s", slot.number, cause)
+            return _OUTAGE_PAUSE_S
+        pause = slot.restarts.after_failed_start()
+        if pause is None:
+            slot.given_up = True
+            logger.error("worker %d is given up: %s", slot.number, cause)
+            self._pump_soon()
+            if all(other.given_up for other in self._slots):
+                self._fail(
+                    RollstreamError(
+                        f"no worker can be started any more; the last cause: {cause}. What is done is safe; "
+                        "mend the cause and run the same command again."
+                    )
+                )
+            return None
+        logger.warning("worker %d could not start: %s; again in %.1f s", slot.number, cause, pause)
+        return pause
+
+    async def _join(self, worker: _Worker) -> None:
+        if not self._backend.is_local:
+            logger.info("worker %d is ready (pid %d)", worker.slot.number, worker.pid)
+        worker.slot.restarts.failures = 0
+        worker.slot.outage_since = None
+        self._joined.set()
+        if self._urls is not None:
+            await worker.handle.follow(list(self._urls()))
+        if self._queue is not None:
+            self._queue.add(worker.id)
+            self._pump_soon()
+
+    async def _listen(self, worker: _Worker) -> None:
+        """Takes reports. Raises when the worker ends."""
+        async with aclosing(worker.handle.reports()) as reports:
+            while True:
+                try:
+                    async with asyncio.timeout(self._silence_s):
+                        report = await anext(reports)
+                except TimeoutError:
+                    raise ChildDiedError(f"it has reported nothing for {self._silence_s:.0f} s") from None
+                for level, name, message in report.logs:
+                    logging.getLogger(name).log(level, "worker %d: %s", worker.slot.number, message)
+                self.stats.update(worker.id, report.status)
+                if (queue := self._queue) is None:
+                    continue  # dropped: what it delivers is owed again
+                for result in report.results:
+                    if not self._dropped and queue.receive(worker.id, result.key):
+                        self._commit(queue, result)
+                self._pump_soon()  # who is waited for changes with time
+
+    async def _gone(self, worker: _Worker, cause: BaseException, served_s: float) -> float | None:
+        """A worker has ended; returns the pause until the next, None when there is none."""
+        self.stats.remove(worker.id)
+        if self._closed:
+            return None
+        self.deaths += 1
+        lost = 0
+        if (queue := self._queue) is not None:
+            lost = len(queue.held_by(worker.id))
+            blameless = isinstance(cause, EngineLostError) or getattr(cause, "blameless", False)
+            for key, charges in queue.worker_lost(worker.id, suspect=not blameless):
+                self._commit(queue, self._blame(key, charges, cause))
+            self._pump_soon()
+        if self._backend.is_local:
+            await worker.handle.drop()  # what else it has in flight
+        if isinstance(cause, EngineLostError):
+            others = [slot for slot in self._slots if slot is not worker.slot and slot.worker is not None]
+            # At the beginning the first may have waited in vain before the second is there.
+            coming = [slot for slot in self._slots if not slot.has_come and slot.is_expected()]
+            if not (others or coming) or self.stats.all_wait:
+                self._fail(cause)
+                return None
+        elif not isinstance(cause, ChildDiedError):
+            self._fail(cause)
+            return None
+        pause = worker.slot.restarts.after_serving(served_s)
+        logger.warning(
+            "worker %d (pid %d) is gone: %s; its %d rollouts in flight are owed again; the next in %.1f s",
+            *(worker.slot.number, worker.pid, cause, lost, pause),
+        )
+        return pause
+
+    async def _close_worker(self, worker: _Worker) -> None:
+        with suppress(Exception):  # it may be dying: then there is nothing to release
+            async with asyncio.timeout(_CLOSE_S):
+                await worker.handle.close()
+
+    async def _send_urls(self, current: Callable[[], Sequence[str]]) -> None:
+        """Sends workers the servers that there are, whenever these change."""
+        sent: list[str] = []
+        for look in itertools.count():
+            urls = list(current())
+            if urls != sent or look % _URLS_REPEAT == 0:
+                handles = [worker.handle for worker in self._living().values()]
+                await asyncio.gather(*(handle.follow(urls) for handle in handles), return_exceptions=True)
+                sent = urls
+            await asyncio.sleep(_URLS_EVERY_S)
+
+
+def _packed(row: PromptRow, repeat: int) -> WorkItem:
+    """Raises whatever pickle does for a row of a user's own dataset class."""
+    return WorkItem(row.index, repeat, row.prompt_key, pickle.dumps(row, protocol=5))
+
+
+def _packed_with_images(row: PromptRow, repeat: int) -> WorkItem:
+    return _packed(replace(row, images=[as_bytes(image) for image in row.images]), repeat)
