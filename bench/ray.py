@@ -33,9 +33,9 @@ from rollstream.agent.base import AgentResources
 from rollstream.agent.prompt import PromptRenderer
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.demo import MODEL_PATH
+from rollstream.engine.continuation import ContinuingEngine
 from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.executor import Executor, WorkerBackend
-from rollstream.rollout.instrumented import InstrumentedEngine
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.rollout.worker_host import BuiltWorker, LocalBackend
@@ -72,7 +72,7 @@ class ScriptedRecipe:
 
         engine = ScriptedEngine(answer, record=False)
         await engine.start()
-        metered, tokenizer = InstrumentedEngine(engine), load_tokenizer(str(MODEL_PATH))
+        metered, tokenizer = ContinuingEngine(engine), load_tokenizer(str(MODEL_PATH))
         availability = EngineAvailability(engine, timeout=30)
         prompts = PromptRenderer(tokenizer, prompt_length=self.sizes.prompt, truncation="left")
         worker = RolloutWorker(
@@ -84,7 +84,7 @@ class ScriptedRecipe:
             attempt_timeout=60,
             availability=availability,
         )
-        return BuiltWorker(worker, metered, availability, close=engine.close)
+        return BuiltWorker(worker, metered.meter, availability, close=engine.close, engine=engine)
 
 
 def load_row(index: int, sizes: Sizes) -> PromptRow:

@@ -14,10 +14,10 @@ from rollstream.agent.prompt import PromptRenderer
 from rollstream.agent.registry import register
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.demo import MODEL_PATH
+from rollstream.engine.continuation import ContinuingEngine
 from rollstream.errors import ConfigError, EngineOverloadedError, EngineUnavailableError
 from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.executor import Executor, WorkerBackend
-from rollstream.rollout.instrumented import InstrumentedEngine
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.rollout.worker_host import BuiltWorker, WorkerRecipe
@@ -76,7 +76,7 @@ class ScriptedRecipe:
         kind = LostEngine if number in self.lost else FullEngine if self.full else ScriptedEngine
         engine = kind(latency=self.latency, record=False)
         await engine.start()
-        metered = InstrumentedEngine(engine)
+        metered = ContinuingEngine(engine)
         tokenizer = load_tokenizer(str(MODEL_PATH))
         availability = EngineAvailability(engine, timeout=0.3 if self.lost else 30)
         worker = RolloutWorker(
@@ -89,9 +89,9 @@ class ScriptedRecipe:
             retry=RetryPolicy(100 if self.full else 3, 0.001, 0.002),
             attempt_timeout=30,
             availability=availability,
-            counts=metered.counts,
+            counts=metered.meter.counts,
         )
-        return BuiltWorker(worker, metered, availability, close=engine.close)
+        return BuiltWorker(worker, metered.meter, availability, close=engine.close, engine=engine)
 
 
 def load_row(index: int) -> PromptRow:

@@ -33,6 +33,7 @@ from rollstream.engine.base import (
     ReportsLoad,
     ScoresIds,
 )
+from rollstream.engine.load import RequestMeter
 from rollstream.engine.replica import WeightsLostError
 from rollstream.engine.weight_probe import PROBE_IDS, Scores, find_problem, read_probe
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
@@ -201,6 +202,7 @@ class ContinuingEngine:
         check: Callable[[Capabilities, SamplingParams], None] = lambda *_: None,
     ) -> None:
         self._engine = engine
+        self.meter = RequestMeter()
         self._on_update = on_update
         self._check = check
         self._weights_inside = _weights_reader(engine)
@@ -253,6 +255,11 @@ class ContinuingEngine:
                 others go on; `EngineUnavailableError` when none goes on.
         """
         self._check(self.capabilities, sampling)
+        return await self.meter.counted(self._generate(prompt_ids, sampling, request_id, images))
+
+    async def _generate(
+        self, prompt_ids: list[int], sampling: SamplingParams, request_id: str, images: list[object] | None
+    ) -> Completion:
         request = _Request(request_id, PartialCompletion(prompt_ids, sampling))
         self._requests[request_id] = request
         try:
@@ -280,7 +287,11 @@ class ContinuingEngine:
         """See `ChatEngine.chat`; goes to the engine as it is: one that speaks messages updates no weights."""
         if not isinstance(self._engine, ChatEngine):
             raise EngineError("this engine takes token ids: ask `generate`")
-        return await self._engine.chat(prompt, sampling, request_id=request_id)
+        answer = self._engine.chat(prompt, sampling, request_id=request_id)
+        completion = await self.meter.counted(answer)
+        if not completion.token_ids and completion.usage is not None:
+            self.meter.counts.tokens += completion.usage[1]
+        return completion
 
     async def abort(self, request_id: str) -> None:
         """See `Engine.abort`; its `generate` returns what was sampled over all pieces."""

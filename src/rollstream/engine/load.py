@@ -1,15 +1,18 @@
-"""How busy an engine is: asking it, reading what servers say, adding up replicas."""
+"""How busy an engine is: asking it, reading what servers say, adding up replicas, counting requests."""
 
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Protocol, TypeVar
 
 import orjson
 
 from rollstream.engine.base import EngineLoad, ReportsLoad
 from rollstream.engine.replica import ReplicaUnavailableError
+from rollstream.errors import EngineOverloadedError
 
 _LOG = logging.getLogger(__name__)
 
@@ -163,6 +166,88 @@ class LoadSum:
             kv_usage=sum(usage) / len(usage) if usage else None,
             preemptions=self._preemptions if counts else None,
         )
+
+
+@dataclass(slots=True)
+class Counts:
+    """What is counted of an engine's requests, and of the rollouts that make them. Numbers only ever rise."""
+
+    finished: int = 0
+    """Requests that the engine answered."""
+    tokens: int = 0
+    """Sampled in them."""
+    seconds: float = 0.0
+    """Sum of their durations."""
+    call_seconds: float = 0.0
+    """Requests in flight, integrated over time."""
+    overloads: int = 0
+    """Requests that the engine refused for want of room."""
+    cut_off: int = 0
+    """Requests that were cancelled."""
+    retries: int = 0
+    """Attempts that failed and were followed by another."""
+    unavailable: int = 0
+    """Attempts cut off because the engine went away; charged to no rollout."""
+    reward_errors: int = 0
+    """Rollouts that completed but could not be scored."""
+    timeouts: int = 0
+    """Attempts cut off by their time limit."""
+
+    def add(self, other: "Counts") -> None:
+        """Adds those of another worker."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+class Answered(Protocol):
+    """What an engine gave, as far as it is counted."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+
+_Answered = TypeVar("_Answered", bound=Answered)
+
+
+class RequestMeter:
+    """Counts the requests that go through an engine."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        """Requests at the engine now."""
+        self._counts = Counts()
+        self._counted_at = time.monotonic()
+
+    @property
+    def counts(self) -> Counts:
+        """Always the same object; a worker that uses the engine counts there, too."""
+        self._count(0)
+        return self._counts
+
+    async def counted(self, request: Awaitable[_Answered]) -> _Answered:
+        """Awaits a request, and counts it."""
+        started = self._count(1)
+        try:
+            completion = await request
+        except EngineOverloadedError:
+            self._counts.overloads += 1
+            raise
+        except asyncio.CancelledError:
+            self._counts.cut_off += 1
+            raise
+        finally:
+            ended = self._count(-1)
+        self._counts.finished += 1
+        self._counts.tokens += len(completion.token_ids)
+        self._counts.seconds += ended - started
+        return completion
+
+    def _count(self, change: int) -> float:
+        now = time.monotonic()
+        self._counts.call_seconds += self.calls * (now - self._counted_at)
+        self._counted_at = now
+        self.calls += change
+        return now
 
 
 def _is_sound(load: EngineLoad) -> bool:

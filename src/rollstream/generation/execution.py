@@ -163,7 +163,7 @@ class SetupRecipe:
             return replace(
                 setup.make_worker(engine, list(self.loop_names)),
                 close=stack.pop_all().aclose,
-                owns_engine=engine_kind(settings.actor_rollout_ref.rollout.name).is_embedded,
+                engine=engine if engine_kind(settings.actor_rollout_ref.rollout.name).is_embedded else None,
                 follow=follower(setup, plain) if self.follows else None,
             )
 

@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rollstream.engine.base import EngineLoad
-from rollstream.engine.load import ask_load
-from rollstream.rollout.stats import Counts
+from rollstream.engine.load import Counts, ask_load
 
 logger = logging.getLogger(__name__)
 

@@ -28,12 +28,12 @@ from rollstream.agent.registry import AgentLoops, LoopEntry
 from rollstream.chat.token_text import read_decoder
 from rollstream.config.settings import RewardSettings
 from rollstream.engine.base import Capabilities
+from rollstream.engine.load import RequestMeter
 from rollstream.errors import ConfigError, RunDirectoryError
 from rollstream.reward.base import FunctionReward, Score
 from rollstream.reward.rules import RuleReward
 from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.executor import Executor
-from rollstream.rollout.instrumented import InstrumentedEngine
 from rollstream.rollout.processes import ProcessBackend
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.setup import load_configured_reward
@@ -183,8 +183,8 @@ class ReplayRecipe:
 
 def build_worker(reward: FunctionReward | RuleReward, root: Path) -> BuiltWorker:
     """A worker that scores the rollouts of a run directory."""
-    engine = InstrumentedEngine(cast(Any, _NoEngine()))
-    availability = EngineAvailability(cast(Any, engine), timeout=60.0)
+    engine = cast(Any, _NoEngine())
+    availability = EngineAvailability(engine, timeout=60.0)
     resources = AgentResources(
         cast(Any, engine), cast(Any, _RunTokenizer(root)), prompts=cast(Any, None), response_length=1
     )
@@ -203,7 +203,7 @@ def build_worker(reward: FunctionReward | RuleReward, root: Path) -> BuiltWorker
         reward=_PassReward(reward),
         loops=AgentLoops({"replay": LoopEntry(ReplayAgent)}),
     )
-    return BuiltWorker(worker, engine, availability, close=close)
+    return BuiltWorker(worker, RequestMeter(), availability, close=close)
 
 
 class _Pass:

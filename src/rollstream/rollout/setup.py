@@ -32,6 +32,7 @@ from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Engine
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.launch_plan import LaunchRequest, refuse_secrets
+from rollstream.engine.load import RequestMeter
 from rollstream.engine.registry import (
     check_capabilities,
     check_engine_config,
@@ -47,7 +48,6 @@ from rollstream.reward.base import FunctionReward
 from rollstream.reward.custom import load_reward
 from rollstream.reward.rules import RuleReward
 from rollstream.rollout.availability import EngineAvailability
-from rollstream.rollout.instrumented import InstrumentedEngine
 from rollstream.rollout.ray_cluster import joins_cluster
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker
@@ -367,8 +367,8 @@ class RolloutSetup:
         """
         settings = self.settings.generation
         availability = EngineAvailability(engine, timeout=settings.engine_timeout)
-        instrumented = InstrumentedEngine(engine)
-        resources = self.agent_resources(instrumented)
+        meter = engine.meter if isinstance(engine, ContinuingEngine) else RequestMeter()
+        resources = self.agent_resources(engine)
         self.agents.loops.check(loop_names, resources)
         worker = RolloutWorker(
             resources,
@@ -381,9 +381,9 @@ class RolloutSetup:
             reward=self.reward,
             loops=self.agents.loops,
             refusal_patience=settings.engine_timeout,
-            counts=instrumented.counts,
+            counts=meter.counts,
         )
-        return BuiltWorker(worker, instrumented, availability)
+        return BuiltWorker(worker, meter, availability, engine=engine)
 
 
 async def build_setup(

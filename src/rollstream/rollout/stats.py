@@ -3,42 +3,11 @@
 Workers come, end and are replaced; what they counted until then stays counted.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollstream.engine.base import EngineLoad
-from rollstream.engine.load import LoadSum
-
-
-@dataclass(slots=True)
-class Counts:
-    """What a worker counts in its life. Numbers only ever rise."""
-
-    finished: int = 0
-    """Requests that the engine answered."""
-    tokens: int = 0
-    """Sampled in them."""
-    seconds: float = 0.0
-    """Sum of their durations."""
-    call_seconds: float = 0.0
-    """Requests in flight, integrated over time."""
-    overloads: int = 0
-    """Requests that the engine refused for want of room."""
-    cut_off: int = 0
-    """Requests that were cancelled."""
-    retries: int = 0
-    """Attempts that failed and were followed by another."""
-    unavailable: int = 0
-    """Attempts cut off because the engine went away; charged to no rollout."""
-    reward_errors: int = 0
-    """Rollouts that completed but could not be scored."""
-    timeouts: int = 0
-    """Attempts cut off by their time limit."""
-
-    def add(self, other: "Counts") -> None:
-        """Adds another worker's."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+from rollstream.engine.load import Counts, LoadSum
 
 
 @dataclass(slots=True)

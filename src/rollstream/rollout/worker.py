@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from rollstream.agent.base import AgentLoop, AgentResources
 from rollstream.agent.registry import AgentLoops
+from rollstream.engine.load import Counts
 from rollstream.errors import (
     AttemptTimeoutError,
     ConfigError,
@@ -39,7 +40,6 @@ from rollstream.reward.base import last_answer, scored_row
 from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.isolation import PoisonIsolator
 from rollstream.rollout.retry import RetryPolicy, find_unavailable, is_transient
-from rollstream.rollout.stats import Counts
 from rollstream.rollout.validate import check_trajectories
 from rollstream.sampling import sampling_of_row
 from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory

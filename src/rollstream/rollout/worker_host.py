@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rollstream.engine.base import EngineLoad
-from rollstream.engine.load import ask_load
+from rollstream.engine.load import Counts, RequestMeter, ask_load
 from rollstream.rollout.availability import EngineAvailability
-from rollstream.rollout.instrumented import InstrumentedEngine
-from rollstream.rollout.stats import Counts, Status, WorkerStatus
+from rollstream.rollout.stats import Status, WorkerStatus
 from rollstream.rollout.worker import RolloutWorker, make_failure
 from rollstream.store.records import EncodedRollout, EncodingError, RecordCodec
 from rollstream.trajectory import Failure, PromptRow, Rollout
@@ -60,12 +59,12 @@ class BuiltWorker:
     """A worker on a started engine, with what it is observed by."""
 
     worker: RolloutWorker
-    instrumented: InstrumentedEngine
+    meter: RequestMeter
     availability: EngineAvailability
     close: Callable[[], Awaitable[None]] = _nothing_to_close
     """Releases all of it."""
-    owns_engine: bool = True
-    """Whether the engine is this worker's own, so that its load is added to the others'."""
+    engine: object = None
+    """Asked how busy it is, where it is this worker's own, so that its load is added to the others'."""
     follow: Callable[[Sequence[str]], Awaitable[None]] | None = None
     """Takes the URLs of the engine's servers when they change."""
     run: Run | None = None
@@ -74,12 +73,12 @@ class BuiltWorker:
 
     @property
     def counts(self) -> Counts:
-        return self.instrumented.counts
+        return self.meter.counts
 
     @property
     def calls(self) -> int:
         """Requests at the engine now."""
-        return self.instrumented.calls
+        return self.meter.calls
 
     @property
     def is_available(self) -> bool:
@@ -280,9 +279,9 @@ class WorkerHost:
 
     async def _status(self) -> WorkerStatus:
         built = self._running
-        if built.owns_engine and time.monotonic() - self._load_asked >= _LOAD_EVERY_S:
+        if built.engine is not None and time.monotonic() - self._load_asked >= _LOAD_EVERY_S:
             self._load_asked = time.monotonic()
-            self._load = await ask_load(built.instrumented.engine)
+            self._load = await ask_load(built.engine)
         return WorkerStatus(copy(built.counts), built.calls, built.is_available, built.returns, self._load)
 
 

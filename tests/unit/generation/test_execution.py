@@ -62,7 +62,7 @@ async def test_each_worker_has_a_transformers_engine_of_its_own(tmp_path: Path) 
     )
     built = [await recipe.build(number) for number in range(2)]
     try:
-        assert built[0].instrumented.engine is not built[1].instrumented.engine
+        assert built[0].engine is not built[1].engine
         for one in built:
             assert one.owns_engine and one.follow is None
             row = PromptRow(0, f"{0:032x}", [{"role": "user", "content": "1 + 1 ="}], "test")

@@ -11,6 +11,7 @@ from rollstream.agent.base import AgentLoop, AgentResources
 from rollstream.agent.prompt import PromptRenderer
 from rollstream.agent.registry import register
 from rollstream.engine.base import Engine
+from rollstream.engine.continuation import ContinuingEngine
 from rollstream.errors import (
     DataError,
     EngineError,
@@ -21,7 +22,6 @@ from rollstream.errors import (
 )
 from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.executor import Executor
-from rollstream.rollout.instrumented import InstrumentedEngine
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker, rollout_seed
 from rollstream.rollout.worker_host import BuiltWorker, LocalBackend
@@ -67,7 +67,7 @@ class Harness:
     ) -> None:
         self.run = run
         self.engine = engine
-        metered = InstrumentedEngine(engine)
+        metered = ContinuingEngine(engine)
         resources = AgentResources(
             metered,
             demo_tokenizer(),
@@ -85,13 +85,13 @@ class Harness:
             availability=self.availability,
             reward=LengthReward(),
             refusal_patience=refusal_patience,
-            counts=metered.counts,
+            counts=metered.meter.counts,
         )
         self.writer = StoreWriter(run, save_batch_size=1000, pull_timeout=60)
         self.writer.start()
         self.executor = Executor(
             self.writer,
-            LocalBackend(BuiltWorker(self.worker, metered, self.availability)),
+            LocalBackend(BuiltWorker(self.worker, metered.meter, self.availability)),
             load_row=load_row,
             max_in_flight=max_in_flight,
             adaptive=adaptive,

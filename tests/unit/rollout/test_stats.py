@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.engine.base import EngineLoad
-from rollstream.engine.load import ask_load
-from rollstream.rollout.stats import Counts, WorkerStats, WorkerStatus
+from rollstream.engine.load import Counts, ask_load
+from rollstream.rollout.stats import WorkerStats, WorkerStatus
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans()), max_size=40))

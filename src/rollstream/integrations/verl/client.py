@@ -11,12 +11,12 @@ from ray.util import remove_placement_group
 from verl.workers.rollout.llm_server import GlobalRequestLoadBalancer, LLMServerClient, LLMServerManager
 
 from rollstream.agent.base import turn_seed
+from rollstream.engine.load import RequestMeter
 from rollstream.engine.ray_package import one_line, submit
 from rollstream.errors import ConfigError, EngineUnavailableError, RollstreamError
 from rollstream.integrations.verl.compose import NO_ROUTER, OWN_SERVERS
 from rollstream.integrations.verl.sampling import Lengths
 from rollstream.integrations.verl.worker import EngineCall, current_calls
-from rollstream.rollout.instrumented import InstrumentedEngine
 
 _CONVERSATIONS = 100_000
 """Whose server a client remembers; one that is forgotten costs its next turn the server's prefix cache."""
@@ -33,7 +33,7 @@ class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
         servers: actors by their addresses.
     """
 
-    meter: InstrumentedEngine | None = None
+    meter: RequestMeter | None = None
     """Counts requests, where somebody wants to know."""
 
     def __init__(self, config: Any, *, servers: Mapping[str, Any], **kwargs: Any) -> None:

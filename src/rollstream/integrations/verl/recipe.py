@@ -21,6 +21,7 @@ from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.config.settings import Settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Capabilities, Engine
+from rollstream.engine.load import Counts
 from rollstream.engine.ray_package import submit
 from rollstream.engine.registry import engine_kind
 from rollstream.errors import ConfigError, EngineError, EngineLostError
@@ -31,7 +32,6 @@ from rollstream.integrations.verl.sampling import Lengths, to_verl
 from rollstream.integrations.verl.server import ReplicaServer
 from rollstream.integrations.verl.worker import SampleCalls, to_trajectories
 from rollstream.rollout.setup import Agents, RolloutSetup, build_setup
-from rollstream.rollout.stats import Counts
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.rollout.worker_host import BuiltWorker
 from rollstream.sampling import PENALTIES, SERVER_SAMPLING
@@ -105,15 +105,18 @@ class VerlRecipe:
             loops.worker, context = await in_daemon_thread(self._make_worker, client)
             stack.push_async_callback(in_daemon_thread, _end_traces, context)
             built = setup.make_worker(engine, list(self.loop_names))
-            client.meter = built.instrumented
+            client.meter = built.meter
             return replace(
                 built,
                 worker=SampleWorker(built.worker, context),  # type: ignore[arg-type]
                 close=stack.pop_all().aclose,
-                owns_engine=self.client is None
-                and engine_kind(self.settings.actor_rollout_ref.rollout.name).is_embedded,
+                engine=engine if self.client is None and self._is_embedded else None,
                 follow=follow,
             )
+
+    @property
+    def _is_embedded(self) -> bool:
+        return engine_kind(self.settings.actor_rollout_ref.rollout.name).is_embedded
 
     def _client_of(self, engine: Engine) -> Any:
         """A client of verl's whose only server is in this process."""
