@@ -119,15 +119,15 @@ def measure_dataproto(folder: Path, files: int) -> dict[str, float]:
     import tensordict
     import torch
 
-    from rollstream.store.export.dataproto import DataProtoOptions, dataproto_files
-    from rollstream.store.export.run import ExportOptions, export_run
+    from rollstream.store.export.dataproto import dataproto_files
+    from rollstream.store.export.run import export_run
 
     tensordict.TensorDict({"a": torch.zeros(1, 1)}, batch_size=[1]).consolidate()
     target = folder / "out.pkl"
     run = folder / "run"
     rows = export_run(run, "parquet").rows
     before, started = peak_rss_mb(), time.perf_counter()
-    options = ExportOptions(dataproto=DataProtoOptions(max_rows_per_file=-(-rows // files)))
+    options = {"pad_token_id": 0, "max_rows_per_file": -(-rows // files)}
     export_run(run, "dataproto", target, force=True, options=options)
     seconds = time.perf_counter() - started
     size = sum(path.stat().st_size for path in dataproto_files(target)) / 1e6

@@ -8,7 +8,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -20,6 +20,7 @@ from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirect
 from rollstream.evaluate import command as evaluation
 from rollstream.evaluate import score as scoring
 from rollstream.stderr_log import at_work
+from rollstream.store.export.format import export_format
 from rollstream.untrusted import printable
 
 if TYPE_CHECKING:
@@ -98,11 +99,8 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument(
-        "--format",
-        choices=["parquet", "jsonl", "sft", "preference", "dataproto", "hf", "atif", "inspect", "zip"],
-        default="parquet",
-    )
+    names = plugins.names("rollstream.exports")
+    parser.add_argument("--format", choices=names, default="parquet")
     parser.add_argument(
         "--output",
         type=Path,
@@ -117,62 +115,11 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     )
     _add_scores(parser)
     buffer.add_selection(parser)
-    sft = parser.add_argument_group("sft", "examples for supervised fine-tuning, a line each, none twice")
-    sft.add_argument("--best", type=int, metavar="N", help="the N best of each prompt (default: all)")
-    sft.add_argument("--min-reward", type=float, metavar="X", help="only those with at least this reward")
-    sft.add_argument(
-        "--tokens", action="store_true", help="the sampled token ids with a mask, instead of chat messages"
-    )
-    preference = parser.add_argument_group("preference", "pairs of rollouts of one prompt, a line each")
-    preference.add_argument(
-        "--pairs",
-        choices=["best", "all"],
-        default="best",
-        help="the best with the worst of each prompt, or all whose rewards differ (default: best)",
-    )
-    preference.add_argument("--min-margin", type=float, metavar="X", help="rewards differ by at least this")
-    dataproto = parser.add_argument_group("dataproto", "a pickle that verl.DataProto.load_from_disk reads")
-    dataproto.add_argument(
-        "--unscored",
-        choices=["error", "keep", "drop"],
-        default="error",
-        help="when some rows have no reward: keep all without rm_scores, or drop those (default: error)",
-    )
-    dataproto.add_argument(
-        "--max-rows-per-file", type=int, metavar="N", help="FILE-00000-of-00004.pkl and so on, of N rows"
-    )
-    dataproto.add_argument(
-        "--prompt-width", type=int, metavar="N", help="tokens (default: of the longest prompt)"
-    )
-    dataproto.add_argument(
-        "--response-width", type=int, metavar="N", help="tokens (default: of the longest response)"
-    )
-    dataproto.add_argument(
-        "--pad-token-id", type=int, metavar="ID", help="default: that of the run's tokenizer"
-    )
-    dataproto.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="for rows with images: the configuration whose model and prompt rows they are read with",
-    )
-
-    hub = parser.add_argument_group("hf", "a folder that datasets.load_dataset reads, with a card")
-    hub.add_argument(
-        "--push", metavar="REPO", help="upload it to the Hugging Face hub, where you are logged in"
-    )
-    hub.add_argument("--public", action="store_true", help="a new REPO is public (default: private)")
-
-    archive = parser.add_argument_group("zip", "trajectories.zip: the merged artifact and checkpoint.json")
-    archive.add_argument(
-        "--upload",
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="NAME",
-        help="upload it to W&B as an artifact of type trajectories (default: trajectories-EXPERIMENT, "
-        "of a shard with -I-of-K)",
-    )
+    for name in names:
+        found = export_format(name)
+        group = parser.add_argument_group(name, found.text)
+        for flag, argument in found.flags.items():
+            group.add_argument(flag, default=argparse.SUPPRESS, **argument)
 
 
 def _add_merge(parser: argparse.ArgumentParser) -> None:
@@ -282,61 +229,27 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from rollstream.integrations.exports.examples import PreferenceOptions, SftOptions
     from rollstream.stderr_log import log_to_stderr
-    from rollstream.store.export.dataproto import DataProtoOptions
-    from rollstream.store.export.run import ExportOptions, export_run
+    from rollstream.store.export.run import export_run
 
     log_to_stderr(times=False)
-    dataproto = DataProtoOptions()
-    foreign = {
-        "dataproto": ("max_rows_per_file", "prompt_width", "response_width", "pad_token_id", "config"),
-        "hf": ("public",),
-        "sft": ("best", "min_reward", "tokens"),
-        "preference": ("min_margin",),
-    }
-    for name, names in foreign.items():
-        values = {f"--{one.replace('_', '-')}": getattr(options, one) for one in names}
-        given = [option for option, value in values.items() if not (value is None or value is False)]
-        if name == "dataproto" and options.unscored != "error":
-            given.append("--unscored")
-        if name == "preference" and options.pairs != "best":
-            given.append("--pairs")
+    chosen: dict[str, Any] = {}
+    for name in plugins.names("rollstream.exports"):
+        flags = {flag: flag.lstrip("-").replace("-", "_") for flag in export_format(name).flags}
+        given = {flag: key for flag, key in flags.items() if hasattr(options, key)}
         if given and options.format != name:
             raise ConfigError(f"{', '.join(given)}: for --format {name}, not {options.format}")
-    if options.push is not None:
-        from rollstream.integrations.exports.hf import check_login, push_folder
-
-        if options.format != "hf":
-            raise ConfigError("--push uploads a dataset: --format hf")
-        check_login()
-    if options.upload:
+        chosen |= {key: getattr(options, key) for key in given.values()}
+    upload, config = chosen.pop("upload", False), chosen.pop("config", None)
+    if upload:
         from rollstream.generation.upload import check_upload
 
-        if options.format != "zip":
-            raise ConfigError("--upload takes a zip: --format zip")
-        check_upload(options.upload)
+        check_upload(upload)
     address = buffer.buffer_address(options.run_dir)
     if address is None and (options.state or options.job):
         raise ConfigError(f"--state and --job choose from a buffer, which {options.run_dir} is not")
-    if address is not None and options.upload:
+    if address is not None and upload:
         raise ConfigError("--upload takes the zip of a run")
-    if options.format == "dataproto":
-        from rollstream.generation.exports import run_pad_id
-
-        pad_id = options.pad_token_id
-        dataproto = DataProtoOptions(
-            pad_token_id=pad_id or 0 if pad_id is not None or address else run_pad_id(options.run_dir),
-            max_rows_per_file=options.max_rows_per_file,
-            prompt_width=options.prompt_width,
-            response_width=options.response_width,
-            unscored=options.unscored,
-        )
-    chosen = ExportOptions(
-        dataproto,
-        SftOptions(options.best, options.min_reward, options.tokens),
-        PreferenceOptions(options.pairs, options.min_margin or 0.0),
-    )
     notes: list[str] = []
     damage: list[str] = []
     if address is None:
@@ -345,7 +258,7 @@ def _export(options: argparse.Namespace) -> int:
             force=options.force,
             options=chosen,
             scores=options.scores,
-            images=partial(_images, options),
+            images=partial(_images, options.run_dir, config),
         )
     else:
         from rollstream.buffer.export import export_buffer
@@ -361,12 +274,10 @@ def _export(options: argparse.Namespace) -> int:
         notes = [f"the run of {total} rollouts is unfinished"]
     for note in notes:
         print(note)
-    if options.push is not None:
-        print(f"pushed to {push_folder(done.target, options.push, public=options.public)}")
-    if options.upload:
+    if upload:
         from rollstream.generation.upload import upload_file
 
-        print(f"uploaded: {upload_file(options.run_dir, done.target, options.upload)}")
+        print(f"uploaded: {upload_file(options.run_dir, done.target, upload)}")
     return _say_damage(damage)
 
 
@@ -402,17 +313,17 @@ def _eval(options: argparse.Namespace) -> int:
         return max(code, _say_damage([line for run in runs.values() for line in run.damage]))
 
 
-def _images(options: argparse.Namespace) -> "RunImages":
+def _images(run_dir: Path, config: Path | None) -> "RunImages":
     """The reader of images for a DataProto. Raises `ConfigError`."""
     from rollstream.generation.export_images import run_images
 
-    if options.config is None:
+    if config is None:
         raise ConfigError(
             "the conversations have images, and nothing that a run directory names is loaded by itself: --config "
-            f"FILE says which model and prompt rows they are read with, such as {options.run_dir / 'config.yaml'} "
-            "of a run of your own"
+            f"FILE says which model and prompt rows they are read with, such as {run_dir / 'config.yaml'} of a run "
+            "of your own"
         )
-    return run_images(options.config)
+    return run_images(config)
 
 
 def _merge(options: argparse.Namespace) -> int:

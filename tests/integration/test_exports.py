@@ -12,10 +12,12 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
+from rollstream import plugins
 from rollstream.cli import main as cli
 from rollstream.errors import ConfigError
 from rollstream.generation.run import run_generation
-from rollstream.store.export.files import FILE_NAMES, read_rows
+from rollstream.store.export.files import read_rows
+from rollstream.store.export.format import file_name
 from rollstream.store.summary import read_status
 from tests.integration.test_generation import PAIRS, config, write_sums
 
@@ -65,7 +67,7 @@ READERS: dict[str, Callable[[Path], list[float]]] = {
 
 def test_every_format_at_the_end_and_with_the_scores_that_are_named(tmp_path: Path) -> None:
     sums, run = write_sums(tmp_path / "sums.jsonl", PAIRS[:2]), tmp_path / "run"
-    assert READERS.keys() == FILE_NAMES.keys()
+    assert tuple(sorted(READERS)) == plugins.names("rollstream.exports")
     given = count()
     settings = config(
         run,
@@ -77,7 +79,7 @@ def test_every_format_at_the_end_and_with_the_scores_that_are_named(tmp_path: Pa
 
     def check(folder: Path, wanted: list[float]) -> None:
         for name, rewards in READERS.items():
-            assert sorted(rewards(folder / FILE_NAMES[name])) == wanted, name
+            assert sorted(rewards(folder / file_name(name))) == wanted, name
 
     check(run, [0.0, 1.0, 2.0, 3.0])
     assert read_status(run).stale == []
@@ -90,7 +92,7 @@ def test_every_format_at_the_end_and_with_the_scores_that_are_named(tmp_path: Pa
     for name in READERS:
         words = ["export", str(run), "--format", name, "--scores", "anew"]
         assert cli(words) == 2, "what is in the run directory has the run's own rewards"
-        assert cli([*words, "--output", str(tmp_path / "out" / FILE_NAMES[name])]) == 0
+        assert cli([*words, "--output", str(tmp_path / "out" / file_name(name))]) == 0
     check(tmp_path / "out", sorted(float(zlib.crc32(text.encode()) % 1024) for text in texts))
 
 

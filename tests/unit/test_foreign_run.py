@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rollstream import plugins
 from rollstream.cli import build_parser, main
-from rollstream.store.export.files import FILE_NAMES
 from rollstream.untrusted import printable
 from tests.support.view_runs import HOSTILE, hostile_run, rollout, write_run
 from tests.unit.view.test_app import page
@@ -40,7 +40,7 @@ READING: dict[str, Sequence[Sequence[str]]] = {
     "status": ([], ["--failed"], ["--unscored"], ["--json"]),
     "show": ([], ["0", "1", "--tokens"]),
     "validate": ([], ["--repair"]),
-    "export": [["--format", name, "--force"] for name in FILE_NAMES]
+    "export": [["--format", name, "--force"] for name in plugins.names("rollstream.exports")]
     + [["--format", "dataproto", "--unscored", "keep"]],
     "score": (
         [],

@@ -26,8 +26,8 @@ from rollstream.data.values import content_digest
 from rollstream.errors import ConfigError, RunDirectoryError, StorageError
 from rollstream.scratch import ScratchFolder
 from rollstream.store.batch import batch_metadata, build_table, file_rows, write_tables_durably
-from rollstream.store.export.files import FILE_NAMES
-from rollstream.store.export.run import Export, ExportOptions, check_output, write_export
+from rollstream.store.export.format import file_name
+from rollstream.store.export.run import Export, check_output, write_export
 from rollstream.store.journal import JournalFile, encode_frame
 from rollstream.store.manifest import Manifest, new_manifest, write_manifest
 from rollstream.store.paths import RunPaths
@@ -108,19 +108,19 @@ def export_buffer(
     address: str,
     name: str,
     output: Path | None,
-    options: ExportOptions,
+    options: Mapping[str, Any],
     *,
     force: bool = False,
     state: str | None = None,
     job: str | None = None,
 ) -> tuple[Export, BufferRun]:
-    """Writes a buffer's trajectories in a format of `FILE_NAMES`, and says what was written of what.
+    """Writes a buffer's trajectories in a format, and says what was written of what.
 
     Args:
         address: the buffer's folder, or its server's URL.
         name: the format.
-        output: the file or folder to write; see `FILE_NAMES` for the default in the buffer's folder.
-        options: how to write the formats that have some.
+        output: the file or folder to write; by default that of the format in the buffer's folder.
+        options: of the format, see `ExportCall`.
         force: overwrite an existing `output`.
         state: of the groups that are wanted; None: all.
         job: of the groups that are wanted; None: all.
@@ -133,8 +133,8 @@ def export_buffer(
     root = Path(address)
     if output is None and not root.is_dir():
         raise ConfigError(f"--output FILE: there is no folder {address} to write into")
-    target = output or root / FILE_NAMES[name]
-    check_output(root, target, root / FILE_NAMES[name], name, force=force)
+    target = output or root / file_name(name)
+    check_output(root, target, root / file_name(name), name, force=force)
     with buffer_as_run(address, state=state, job=job, parent=target.resolve().parent) as run:
         artifact = run.paths.batch(0)
         if not file_rows(artifact):

@@ -586,6 +586,7 @@ def _conflicts(settings: Settings) -> Iterator[str]:
     rollout, data, generation = settings.actor_rollout_ref.rollout, settings.data, settings.generation
     plugged: tuple[tuple[str, Sequence[str], str, tuple[str, ...]], ...] = (
         ("trainer.logger", settings.trainer.logger, "rollstream.trackers", ("console",)),
+        ("generation.export", generation.export, "rollstream.exports", ()),
         ("generation.executor", [generation.executor], "rollstream.executors", ("local", "ray")),
     )
     for key, chosen, group, own in plugged:

@@ -216,9 +216,8 @@ class GenerationSettings:
     pull_timeout: Limit
     final_merge: bool
     keep_batches: bool
-    export: list[
-        Literal["jsonl", "dataproto", "hf", "zip", "sft", "preference", "atif", "inspect", "parquet"]
-    ]
+    export: list[Text]
+    """Entry points of `rollstream.exports`."""
     export_unscored: Literal["error", "keep", "drop"]
     """See `DataProtoOptions.unscored`."""
     upload_artifact: bool | ArtifactName

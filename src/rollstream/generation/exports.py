@@ -1,28 +1,30 @@
 """The exports of a run: what they need besides the run directory."""
 
 import logging
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Collection
+from typing import Any
 
 from rollstream.config.settings import GenerationSettings
 from rollstream.errors import ConfigError
 from rollstream.store.batch import file_rows
-from rollstream.store.export.dataproto import DataProtoOptions, ImageInputs, check_packages
-from rollstream.store.export.files import FILE_NAMES
-from rollstream.store.export.run import ExportOptions, write_export
-from rollstream.store.manifest import Manifest, require_manifest
+from rollstream.store.export.dataproto import ImageInputs, check_packages
+from rollstream.store.export.format import export_format, file_name
+from rollstream.store.export.run import write_export
+from rollstream.store.manifest import Manifest
 from rollstream.store.paths import RunPaths
 
 logger = logging.getLogger(__name__)
 
 
-def check_exports(names: Iterable[str], *, has_ids: bool = True) -> None:
+def check_exports(names: Collection[str], *, has_ids: bool = True) -> None:
     """Raises `ConfigError` when an export of `generation.export` could not be written at the end.
 
     Args:
         names: the formats.
         has_ids: whether the run has a tokenizer.
     """
+    for name in names:
+        export_format(name)
     if "dataproto" in names:
         check_packages()
         if not has_ids:
@@ -47,8 +49,10 @@ def exporter(
         StorageError: there is no room.
         DamageError: the artifact is damaged.
     """
-    target = paths.root / FILE_NAMES[name]
-    options = ExportOptions(DataProtoOptions(pad_token_id=pad_id or 0, unscored=settings.export_unscored))
+    target = paths.root / file_name(name)
+    options: dict[str, Any] = {}
+    if name == "dataproto":
+        options = {"pad_token_id": pad_id or 0, "unscored": settings.export_unscored}
 
     def export(cancelled: Callable[[], bool]) -> int:
         try:
@@ -67,16 +71,3 @@ def exporter(
             ) from error
 
     return export
-
-
-def run_pad_id(run_dir: Path) -> int:
-    """The padding token of the tokenizer that a run used; 0 where it has none.
-
-    Raises:
-        RunDirectoryError: no run directory.
-        ConfigError: the run does not say it.
-    """
-    manifest = require_manifest(run_dir)
-    if manifest.pad_token_id is None and manifest.identity.get("model.tokenizer", "") is not None:
-        raise ConfigError(f"{run_dir / 'run.json'} has no pad_token_id, which pads: say it by --pad-token-id")
-    return manifest.pad_token_id or 0

@@ -15,7 +15,7 @@ from rollstream.daemon_threads import in_daemon_thread
 from rollstream.errors import RollstreamError, StorageError
 from rollstream.generation.trackers import Staged, TrackedRun, check_trackers, load_uploader, tracked_run
 from rollstream.stop_signals import StoppedEarly, StopSignals
-from rollstream.store.export.files import FILE_NAMES, export_zip, note_export, zip_batches
+from rollstream.store.export.files import export_zip, note_export, zip_batches
 from rollstream.store.journal import write_file_durably
 from rollstream.store.manifest import require_manifest
 from rollstream.store.merge import source_digest
@@ -62,7 +62,7 @@ async def upload_trajectories(
         if known == {**source, "place": str(known["place"])}:
             logger.info("these trajectories are uploaded already: %s", known["place"])
             return str(known["place"])
-    target = run.run_dir / FILE_NAMES["zip"]
+    target = run.run_dir / "trajectories.zip"
     cancelled, uploader = threading.Event(), load_uploader()
 
     def work() -> str:

@@ -9,11 +9,12 @@ from typing import Any
 import orjson
 import pytest
 
+from rollstream import plugins
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
-from rollstream.integrations.exports.examples import SftOptions
 from rollstream.store.batch import seal_journal
-from rollstream.store.export.files import FILE_NAMES, export_jsonl, read_rows
-from rollstream.store.export.run import ExportOptions, export_run
+from rollstream.store.export.files import export_jsonl, read_rows
+from rollstream.store.export.format import file_name
+from rollstream.store.export.run import export_run
 from rollstream.store.find import find_trajectory
 from rollstream.store.lock import RunLock, locked
 from rollstream.store.manifest import read_manifest
@@ -124,13 +125,13 @@ async def test_another_file_only_with_force(tmp_path: Path) -> None:
             export_run(run, "jsonl", Path(odd), force=True)
 
 
-@pytest.mark.parametrize("name", sorted(FILE_NAMES))
+@pytest.mark.parametrize("name", plugins.names("rollstream.exports"))
 async def test_a_full_disk_leaves_what_was_there_and_a_kill_leaves_nothing_for_good(
     tmp_path: Path, name: str
 ) -> None:
     if name == "dataproto":
         pytest.importorskip("tensordict")
-    run = tmp_path / "run"
+    run, options = tmp_path / "run", {"pad_token_id": 0} if name == "dataproto" else {}
     made = [trajectory(turns=[[4]], reward=reward) for reward in (0.0, 1.0)]
     for number, one in enumerate(made):
         answer = {"role": "assistant", "content": os.urandom(9000).hex() + str(number)}
@@ -138,18 +139,18 @@ async def test_a_full_disk_leaves_what_was_there_and_a_kill_leaves_nothing_for_g
     await commit_all(run, rollouts(*made))
     set_total(run, 2)
     merge_batches(RunPaths(run), run_id_of(run))
-    for target in (run / FILE_NAMES[name], tmp_path / FILE_NAMES[name]):
+    for target in (run / file_name(name), tmp_path / file_name(name)):
         left = [target.with_name(f".{target.name}.{number}.tmp") for number in (1, 2)]
         if target.parent == run:
             left[0].mkdir()
             left[1].write_text("half")
-        export_run(run, name, target)
+        export_run(run, name, target, options=options)
         assert not any(path.exists() for path in left)
         if (name, target.parent) == ("parquet", run):
             continue  # the artifact itself
         before = content(tmp_path)
         with full_disk(5000), pytest.raises(StorageError, match=re.escape(f"cannot write {target}")):
-            export_run(run, name, target, force=True)
+            export_run(run, name, target, force=True, options=options)
         assert content(tmp_path) == before
 
 
@@ -217,10 +218,10 @@ async def test_a_journal_that_is_sealed_meanwhile_is_read_as_a_batch(
 async def test_an_export_says_of_what_it_was_made_and_when_it_is_older(tmp_path: Path) -> None:
     run = await finished(tmp_path / "run")
     for name, file in (("jsonl", "trajectories.jsonl"), ("sft", "trajectories_sft.jsonl")):
-        export_run(run, name, options=ExportOptions(sft=SftOptions(best=1)))
+        export_run(run, name, options={"best": 1} if name == "sft" else {})
         assert orjson.loads((run / "exports.json").read_bytes())[file]["rows"] > 0
     noted = orjson.loads((run / "exports.json").read_bytes())["trajectories_sft.jsonl"]
-    assert noted["options"] == {"best": 1, "min_reward": None, "tokens": False}
+    assert noted["options"] == {"best": 1}
     assert noted["artifact"] == (run / "trajectories.parquet.sha256").read_text().split()[-2]
     assert read_status(run).stale == []
     await commit_all(run, [rollout(9)])

@@ -9,6 +9,7 @@ Columns are those of the artifact. `messages` becomes a list of structs, and `gr
 row has text; what has no one type over all rows is JSON text, and the card says so.
 """
 
+import logging
 import os
 import shutil
 from collections import Counter
@@ -28,6 +29,8 @@ from rollstream.store.batch import SCHEMA, read_tables
 from rollstream.store.export.files import load_json
 from rollstream.store.manifest import Manifest
 from rollstream.store.merge import until
+
+logger = logging.getLogger(__name__)
 
 MAX_ROWS_PER_FILE = 100_000
 """Some hundred MB for usual rows, as the hub likes its files."""
@@ -294,4 +297,6 @@ def push_folder(folder: Path, repo: str, *, public: bool = False) -> str:
             commit_message="Trajectories from rollstream",
             delete_patterns=["data/train-*.parquet"],
         )
-    return f"https://huggingface.co/datasets/{made.repo_id}"
+    address = f"https://huggingface.co/datasets/{made.repo_id}"
+    logger.info("pushed to %s", address)
+    return address

@@ -7,7 +7,6 @@ for one of the artifact that lies beside it.
 
 import datetime
 import os
-import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,19 +22,6 @@ from rollstream.store.journal import write_file_durably
 from rollstream.store.merge import MergeCancelledError, source_digest, until
 from rollstream.store.paths import RunPaths
 from rollstream.untrusted import open_regular, read_regular
-
-FILE_NAMES = {
-    "parquet": "trajectories.parquet",
-    "jsonl": "trajectories.jsonl",
-    "dataproto": "trajectories.pkl",
-    "hf": "trajectories_hf",
-    "zip": "trajectories.zip",
-    "sft": "trajectories_sft.jsonl",
-    "preference": "trajectories_preference.jsonl",
-    "atif": "trajectories_atif.jsonl",
-    "inspect": "trajectories.eval",
-}
-"""What an export is named in the run directory, by format. That of `hf` is a folder."""
 
 JSON_COLUMNS = ("messages", "reward_extra", "ground_truth", "extra")
 """Columns that hold JSON text."""
@@ -91,18 +77,12 @@ def note_export(artifact: Path, *targets: Path, **facts: Any) -> None:
 
 def stale_exports(root: Path) -> list[str]:
     """Names of the exports in a run directory that were not made of the artifact that is there."""
-    names = [Path(name) for name in FILE_NAMES.values() if name != FILE_NAMES["parquet"]]
-    there = {path.name for one in names for path in root.glob(f"{one.stem}*") if _is_export(path, one)}
-    noted, current = _noted(root), _digest(root / FILE_NAMES["parquet"])
-    return [name for name in sorted(there) if noted.get(name, {}).get("artifact") != current]
-
-
-def _is_export(path: Path, name: Path) -> bool:
-    """Whether a file has this name, or is one of several of a DataProto."""
-    return (
-        path.suffix == name.suffix
-        and re.fullmatch(r"(-\d+-of-\d+)?", path.stem[len(name.stem) :]) is not None
+    artifact = root / "trajectories.parquet"
+    noted, current = _noted(root), _digest(artifact)
+    there = sorted(
+        path.name for path in root.glob("trajectories*") if not path.name.startswith(artifact.name)
     )
+    return [name for name in there if noted.get(name, {}).get("artifact") != current]
 
 
 def _digest(artifact: Path) -> str:

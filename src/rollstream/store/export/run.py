@@ -9,29 +9,18 @@ artifact of a finished run.
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
-from rollstream.integrations.exports.examples import (
-    PreferenceOptions,
-    SftOptions,
-    export_preference,
-    export_sft,
-)
-from rollstream.integrations.exports.hf import check_replaceable, export_hf
-from rollstream.integrations.exports.interchange import export_atif, export_inspect
-from rollstream.store.batch import file_rows, require_intact, seal_journal
-from rollstream.store.export.dataproto import (
-    DataProtoOptions,
-    ImageInputs,
-    dataproto_files,
-    export_dataproto,
-)
-from rollstream.store.export.files import FILE_NAMES, export_jsonl, export_zip, note_export, replacing
+from rollstream.store.batch import require_intact, seal_journal
+from rollstream.store.export.dataproto import ImageInputs, dataproto_files
+from rollstream.store.export.files import note_export
+from rollstream.store.export.format import ExportCall, export_format, file_name
 from rollstream.store.lock import locked
 from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.merge import is_current, merge_batches
@@ -39,20 +28,6 @@ from rollstream.store.paths import RunPaths
 from rollstream.store.recovery import recover
 from rollstream.store.scores import Rewards
 from rollstream.store.summary import RunStatus, read_status
-
-
-@dataclass(frozen=True, slots=True)
-class ExportOptions:
-    """How to write the formats that leave a choice."""
-
-    dataproto: DataProtoOptions = field(default_factory=DataProtoOptions)
-    sft: SftOptions = field(default_factory=SftOptions)
-    preference: PreferenceOptions = field(default_factory=PreferenceOptions)
-
-    def of(self, name: str) -> dict[str, Any] | None:
-        """Those of a format; None of one without."""
-        given = getattr(self, name, None)
-        return None if given is None else asdict(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +58,20 @@ def export_run(
     output: Path | None = None,
     *,
     force: bool = False,
-    options: ExportOptions = ExportOptions(),
+    options: Mapping[str, Any] = MappingProxyType({}),
     images: Callable[[], ImageInputs] | None = None,
     scores: str | None = None,
 ) -> Export:
-    """Writes a run's trajectories in a format of `FILE_NAMES`.
+    """Writes a run's trajectories in a format.
 
     Args:
         root: the run directory.
         name: the format.
-        output: the file (of `hf`: the folder) to write; see `FILE_NAMES` for the default in the run
+        output: the file (of `hf`: the folder) to write; by default that of the format in the run
             directory, which only a finished run has.
         force: overwrite an existing `output`. Files of the run itself are never overwritten, and a folder
             only if it holds an earlier export and nothing else.
-        options: how to write the formats that have some.
+        options: of the format, see `ExportCall`.
         images: what reads images, for a DataProto.
         scores: whose rewards; None: the run's own. Those of a name go to an `output` only.
 
@@ -108,7 +83,7 @@ def export_run(
         StorageError: the disk is full.
     """
     manifest = require_manifest(root)
-    own = root / FILE_NAMES[name]
+    own = root / file_name(name)
     target = output or own
     in_run = target.resolve() == own.resolve()
     if scores is not None and in_run:
@@ -177,13 +152,14 @@ def check_output(root: Path, target: Path, own: Path, name: str, *, force: bool)
         if place != own.resolve():
             raise ConfigError(f"--output {target} is inside {root}, where only {own.name} may be written")
         return
-    if name == "hf":
-        check_replaceable(target)
+    check_target = export_format(name).check_target
+    if check_target is not None:
+        check_target(target)
     elif place.is_dir():
         raise ConfigError(f"--output {target} is a folder; name a file")
     if not place.parent.is_dir():
         raise ConfigError(f"--output {target}: there is no folder {place.parent}")
-    if place.exists() and name != "hf" and not place.is_file():
+    if place.exists() and check_target is None and not place.is_file():
         raise ConfigError(f"--output {target} is no regular file; name another")
     there = dataproto_files(place) if name == "dataproto" else [place] if place.exists() else []
     if there and not force:
@@ -236,7 +212,7 @@ def write_export(
     manifest: Manifest,
     *,
     root: Path,
-    options: ExportOptions = ExportOptions(),
+    options: Mapping[str, Any] = MappingProxyType({}),
     images: Callable[[], ImageInputs] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> int:
@@ -244,11 +220,11 @@ def write_export(
 
     Args:
         artifact: of what it is made.
-        name: of `FILE_NAMES`.
+        name: of the format.
         target: the file or folder; it may be there.
         manifest: of the run.
         root: the run directory.
-        options: how to write the formats that have some.
+        options: of the format, see `ExportCall`.
         images: what reads images, for a DataProto.
         cancelled: asked now and then.
 
@@ -261,37 +237,16 @@ def write_export(
     if target.parent.resolve() == root.resolve():  # its lock is held here: nobody writes what a kill has left
         for left in target.parent.glob(f".{target.stem}*{target.suffix}.*.tmp"):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
-    match name:
-        case "parquet":
-            if target.resolve() != artifact.resolve():
-                with replacing(target) as temporary:
-                    shutil.copyfile(artifact, temporary)
-            return file_rows(target)
-        case "zip":
-            export_zip(artifact, target, summary=root / "checkpoint.json", cancelled=cancelled)
-            rows = file_rows(artifact)
-        case "hf":
-            rows = export_hf(artifact, target, manifest, cancelled)
-        case "dataproto":
-            rows = export_dataproto(
-                artifact,
-                target,
-                cancelled,
-                options=options.dataproto,
-                images=images,
-                sampling=manifest.sampling_changes,
-            )
-        case "sft":
-            rows = export_sft(artifact, target, options.sft, cancelled, tools=manifest.tools)
-        case "preference":
-            rows = export_preference(artifact, target, options.preference, cancelled, tools=manifest.tools)
-        case "atif":
-            rows = export_atif(artifact, target, manifest, cancelled)
-        case "inspect":
-            rows = export_inspect(artifact, target, manifest, cancelled)
-        case _:
-            rows = export_jsonl(artifact, target, cancelled)
-    note_export(artifact, *_written(target), rows=rows, options=options.of(name))
+    call = ExportCall(artifact, target, manifest, root, options, images, cancelled)
+    rows = export_format(name).write(call)
+    if name == "parquet":
+        return rows
+    note_export(
+        artifact,
+        *_written(target),
+        rows=rows,
+        options=dict(options),
+    )
     return rows
 
 

@@ -57,7 +57,7 @@ async def test_from_the_command_line(
     await commit_all(run, rollouts(trajectory(), trajectory()))
     (run / "checkpoint.json").write_text('{"total": 2}')
     assert cli(["export", str(run), "--format", "hf", "--push", "x"]) == 0
-    assert "pushed to https://huggingface.co/datasets/me/x" in capsys.readouterr().out
+    assert "pushed to https://huggingface.co/datasets/me/x" in capsys.readouterr().err
     assert [name for name, _ in hub.calls] == ["whoami", "create_repo", "upload_folder"]
     _, made = hub.calls[1]
     assert made == {"repo": "x", "repo_type": "dataset", "private": True, "exist_ok": True}

@@ -17,7 +17,7 @@ from rollstream.store.export.dataproto import (
     dataproto_files,
     export_dataproto,
 )
-from rollstream.store.export.run import ExportOptions, export_run
+from rollstream.store.export.run import export_run
 from rollstream.store.merge import MergeCancelledError
 from rollstream.trajectory import Metrics, Rollout
 from tests.support.processes import full_disk
@@ -320,24 +320,21 @@ async def test_a_run_in_its_directory_and_beside_it(tmp_path: Path) -> None:
     await commit_all(run, rollouts(*(trajectory() for _ in range(4))))
     (run / "checkpoint.json").write_text('{"total": 4}')
     (run / ".trajectories-00000-of-00002.pkl.999.tmp").touch()
-    done = export_run(run, "dataproto", options=ExportOptions(DataProtoOptions(max_rows_per_file=2)))
+    done = export_run(run, "dataproto", options={"pad_token_id": PAD, "max_rows_per_file": 2})
     assert [path.name for path in done.files] == [
         "trajectories-00000-of-00002.pkl",
         "trajectories-00001-of-00002.pkl",
     ]
     assert not list(run.glob(".*"))
-    done = export_run(run, "dataproto")
+    done = export_run(run, "dataproto", options={"pad_token_id": PAD})
     assert (done.files, done.rows) == ([run / "trajectories.pkl"], 4)
     target = tmp_path / "x.pkl"
     assert (
-        export_run(
-            run, "dataproto", target, options=ExportOptions(DataProtoOptions(max_rows_per_file=3))
-        ).rows
-        == 4
+        export_run(run, "dataproto", target, options={"pad_token_id": PAD, "max_rows_per_file": 3}).rows == 4
     )
     with pytest.raises(ConfigError, match=r"x-00000-of-00002\.pkl exists; --force"):
-        export_run(run, "dataproto", target)
-    assert export_run(run, "dataproto", target, force=True).files == [target]
+        export_run(run, "dataproto", target, options={"pad_token_id": PAD})
+    assert export_run(run, "dataproto", target, force=True, options={"pad_token_id": PAD}).files == [target]
     assert dataproto_files(target) == [target]
 
 

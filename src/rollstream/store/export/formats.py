@@ -1,0 +1,101 @@
+"""The formats that need no other program: the artifact itself, JSON Lines, a zip, verl's DataProto."""
+
+import shutil
+from pathlib import Path
+
+from rollstream.errors import ConfigError
+from rollstream.store.export.format import ExportCall, ExportFormat
+
+
+def _parquet(call: ExportCall) -> int:
+    from rollstream.store.batch import file_rows
+    from rollstream.store.export.files import replacing
+
+    if call.target.resolve() != call.artifact.resolve():
+        with replacing(call.target) as temporary:
+            shutil.copyfile(call.artifact, temporary)
+    return file_rows(call.target)
+
+
+def _jsonl(call: ExportCall) -> int:
+    from rollstream.store.export.files import export_jsonl
+
+    return export_jsonl(call.artifact, call.target, call.cancelled)
+
+
+def _zip(call: ExportCall) -> int:
+    from rollstream.store.batch import file_rows
+    from rollstream.store.export.files import export_zip
+
+    summary = call.root / "checkpoint.json"
+    export_zip(call.artifact, call.target, summary=summary, cancelled=call.cancelled)
+    return file_rows(call.artifact)
+
+
+def _dataproto(call: ExportCall) -> int:
+    from rollstream.store.export.dataproto import DataProtoOptions, export_dataproto
+
+    given, manifest = dict(call.options), call.manifest
+    if "pad_token_id" not in given:
+        if manifest.pad_token_id is None and manifest.identity.get("model.tokenizer", "") is not None:
+            raise ConfigError(
+                f"{call.root / 'run.json'} has no pad_token_id, which pads: say it by --pad-token-id"
+            )
+        given["pad_token_id"] = manifest.pad_token_id or 0
+    return export_dataproto(
+        call.artifact,
+        call.target,
+        call.cancelled,
+        options=DataProtoOptions(**given),
+        images=call.images,
+        sampling=manifest.sampling_changes,
+    )
+
+
+PARQUET = ExportFormat("the merged artifact", ".parquet", _parquet)
+
+JSONL = ExportFormat("a trajectory a line", ".jsonl", _jsonl)
+
+ZIP = ExportFormat(
+    "trajectories.zip: the merged artifact and checkpoint.json",
+    ".zip",
+    _zip,
+    {
+        "--upload": {
+            "nargs": "?",
+            "const": True,
+            "metavar": "NAME",
+            "help": "upload it to W&B as an artifact of type trajectories (default: trajectories-EXPERIMENT, of a "
+            "shard with -I-of-K)",
+        }
+    },
+)
+
+DATAPROTO = ExportFormat(
+    "a pickle that verl.DataProto.load_from_disk reads",
+    ".pkl",
+    _dataproto,
+    {
+        "--unscored": {
+            "choices": ["error", "keep", "drop"],
+            "help": "when some rows have no reward: keep all without rm_scores, or drop those (default: error)",
+        },
+        "--max-rows-per-file": {
+            "type": int,
+            "metavar": "N",
+            "help": "FILE-00000-of-00004.pkl and so on, of N rows",
+        },
+        "--prompt-width": {"type": int, "metavar": "N", "help": "tokens (default: of the longest prompt)"},
+        "--response-width": {
+            "type": int,
+            "metavar": "N",
+            "help": "tokens (default: of the longest response)",
+        },
+        "--pad-token-id": {"type": int, "metavar": "ID", "help": "default: that of the run's tokenizer"},
+        "--config": {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "for rows with images: the configuration whose model and prompt rows they are read with",
+        },
+    },
+)
