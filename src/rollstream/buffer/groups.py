@@ -140,11 +140,6 @@ def judge_rewards(
 
 def is_valid_group(group: Group, settings: GroupSettings, timed_out: bool = False) -> Verdict:
     """The default hook: `judge_rewards` of the group's rewards."""
-    if not isinstance(settings, GroupSettings):  # from a hook with slime's parameters
-        raise TypeError(
-            f"is_valid_group judges by settings, was given {settings!r:.50}: a hook that is a function of "
-            "(group, settings, timed_out) has them"
-        )
     return judge_rewards([_scored(item) for item in group[1]], settings, timed_out=timed_out)
 
 

@@ -25,7 +25,7 @@ from rollstream.buffer.items import (
     split_batch,
 )
 from rollstream.buffer.reads import Reads, Scope, TaskPolicy
-from rollstream.buffer.store.base import Change, Group, GroupState, Limits, Stats, Taken
+from rollstream.buffer.store.base import Change, Group, GroupState, Limits, Taken
 from rollstream.buffer.store.sql import Database, SqlStore
 from rollstream.buffer.store.sqlite import SqliteDatabase
 from rollstream.errors import BufferFullError, ConfigError, RollstreamError, RunDirectoryError
@@ -40,8 +40,6 @@ from rollstream.web import HTTPError
 _LOG = logging.getLogger(__name__)
 
 _SWEEP_S: Final = 0.5
-
-_LOG_COUNTS_S: Final = 60.0
 
 _ROOM_S: Final = 1.0
 """A write without room checks this often whether its client is still there."""
@@ -133,7 +131,6 @@ class Service:
         self._tasks: list[asyncio.Task[None]] = []
         self._dropped_unread: Counter[str] = Counter()
         """Since a reader got something last."""
-        self._hinted: set[str] = set()
         self._full = ""
         """The error of the last write, if it found no room and nothing has left since."""
         self.store.changed = self._on_change
@@ -167,7 +164,7 @@ class Service:
     async def begin(self, url: str) -> None:
         """Goes on with the job that ran. `url`: where generators reach this server."""
         self.jobs.buffer_url = _own_url(url)
-        for work in (self._sweep(), self._log_counts(), self.reads.judge(), self.reads.serve_waiting()):
+        for work in (self._sweep(), self.reads.judge(), self.reads.serve_waiting()):
             self._tasks.append(asyncio.create_task(work))
         await self.jobs.resume()
 
@@ -394,10 +391,6 @@ class Service:
             self._full = ""
         for reason, count in change.dropped.items():
             self._dropped_unread[reason] += count
-            if reason not in self._hinted:
-                self._hinted.add(reason)
-                hint = f": {_HINTS[reason]}" if reason in _HINTS else ""
-                _LOG.info("the first group dropped as %s%s", reason, hint)
 
     async def _sweep(self) -> None:
         trouble = ""
@@ -411,30 +404,6 @@ class Service:
                     _LOG.error("%s", error)
             trouble = error
             await asyncio.sleep(0 if more else _SWEEP_S)
-
-    async def _log_counts(self) -> None:
-        before: Stats | None = None
-        while True:
-            with contextlib.suppress(RollstreamError):
-                now = await self.store.stats()
-                if before is not None and _left(now) != _left(before):
-                    dropped = Counter(now.groups_dropped) - Counter(before.groups_dropped)
-                    scored = now.scored_written - before.scored_written
-                    mean = (now.reward_written - before.reward_written) / scored if scored else math.nan
-                    _LOG.info(
-                        "last minute: %d items written, mean reward %.3f, %d groups read; dropped: %s. Now: %s",
-                        now.items_written - before.items_written,
-                        mean,
-                        now.groups_delivered - before.groups_delivered,
-                        _listed(dropped.most_common()) or "none",
-                        _listed(now.groups.items()),
-                    )
-                before = now
-            await asyncio.sleep(_LOG_COUNTS_S)
-
-
-def _left(stats: Stats) -> tuple[Any, ...]:
-    return stats.items_written, stats.groups_delivered, stats.groups_dropped
 
 
 def _listed(counts: Iterable[tuple[str, int]]) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollstream.buffer.folder import BufferFolder
 from rollstream.buffer.store.base import Limits
 from tests.support.buffer import SPOILS_2, generator, group, item, served, served_job
 
@@ -85,23 +84,6 @@ async def test_a_read_in_both_forms(tmp_path: Path, stored: str) -> None:
         assert end["end"]["items"] == 4
         whole = (await buffer.get("/v1/groups/1"))[1]
         assert whole["items"] == items and whole["group"]["state"] == "leased"
-
-
-async def test_a_group_and_a_job_have_the_same_names_everywhere(tmp_path: Path) -> None:
-    async with served(tmp_path / "buffer", generators=(generator(tmp_path / "files"),)) as buffer:
-        await buffer.write(*group("a", policy_version=3))
-        (read,) = (await buffer.read())["groups"]
-        (listed,) = (await buffer.get("/v1/groups"))[1]["groups"]
-        one = (await buffer.get("/v1/groups/1"))[1]["group"]
-        async with BufferFolder(tmp_path / "buffer") as folder:
-            assert await folder.groups() == [listed] and (await folder.group(1))["group"] == listed
-        assert one == listed
-        assert {name: listed[name] for name in read if name != "items"} == {
-            name: value for name, value in read.items() if name != "items"
-        }
-        assert (listed["task_type"], listed["job"], listed["policy_version"]) == ("", None, 3)
-        assert (await buffer.start())["task_type"] == "math"
-        assert (await buffer.get("/v1/stats"))[1]["job"]["task_type"] == "math"
 
 
 async def test_the_life_of_a_lease(tmp_path: Path) -> None:

@@ -19,12 +19,11 @@ import psycopg
 import pytest
 
 from rollstream.buffer.items import MAX_TEXT, Item
-from rollstream.buffer.store.base import Change, Group, JobRecord, Judged, Limits, Removal, Wanted
+from rollstream.buffer.store.base import Group, JobRecord, Judged, Limits, Removal, Wanted
 from rollstream.buffer.store.postgres import PostgresDatabase
 from rollstream.buffer.store.sql import Database, SqlStore, Tx
 from rollstream.buffer.store.sqlite import FILE, SqliteDatabase
 from rollstream.errors import (
-    BufferFullError,
     ConfigError,
     ConflictError,
     DataError,
@@ -34,7 +33,7 @@ from rollstream.errors import (
     StorageFullError,
 )
 from tests.support.postgres import PostgresServer, new_schema, postgres
-from tests.support.stores import Clock, ClockedDatabase, FixedPolicy, WrappedDatabase, item, pair
+from tests.support.stores import FixedPolicy, WrappedDatabase, item, pair
 
 __all__ = ["postgres"]
 
@@ -76,37 +75,7 @@ async def lease_of(store: SqlStore, groups: int = 1) -> str:
     return taken.lease.id
 
 
-# -- limits
-
-
-async def test_a_full_buffer_takes_all_items_of_a_write_or_none(open_store: OpenStore) -> None:
-    async with open_store(items=5) as store:
-        await store.write(pair("a") + pair("b"))
-        with pytest.raises(BufferFullError, match="4 items, of at most 5"):
-            await store.write(pair("c"))
-        assert await store.known(["c-0", "c-1"]) == [False, False]
-        assert await store.write([*pair("a"), item("d")]) == [False, False, True]
-        assert await store.write(pair("a")) == [False, False], "known items need no room"
-        await store.ack([await lease_of(store)])
-        answers = await asyncio.gather(*(store.write(pair(name)) for name in "cef"), return_exceptions=True)
-        assert [type(one) for one in answers] == [list, BufferFullError, BufferFullError]
-        assert (await store.stats()).items == 5
-
-
 # -- committing
-
-
-async def test_many_calls_at_once_are_all_answered(open_store: OpenStore) -> None:
-    changes: list[Change] = []
-    async with open_store() as store:
-        store.changed = changes.append
-        answers = await asyncio.gather(*(store.write([one]) for n in range(100) for one in pair(f"g{n}")))
-        assert answers == [[True]] * 200
-        assert any(change.ready for change in changes)
-        leases = await asyncio.gather(*(lease_of(store, 10) for _ in range(10)))
-        acked = await asyncio.gather(*(store.ack([lease]) for lease in leases))
-        assert sum(one.groups for one in acked) == 100
-        assert (await store.stats()).items_delivered == 200
 
 
 async def test_a_refused_call_leaves_the_others_of_its_transaction_alone(open_store: OpenStore) -> None:
@@ -170,18 +139,6 @@ async def test_a_cancelled_call_is_still_done_and_close_waits_for_what_is_under_
         assert (await store.stats()).items == 40
 
 
-async def test_a_job_is_run_by_one_server(new_driver: Callable[[], Database]) -> None:
-    clock = Clock()
-    async with opened(ClockedDatabase(new_driver(), clock)) as store:
-        await store.save_job(new_job(1))
-        for seconds, server, claimed in (
-            *((0, "one", True), (0, "two", False), (20, "one", True)),  # it renews its claim
-            *((20, "two", False), (20, "two", True), (0, "one", False)),
-        ):
-            clock.now += seconds
-            assert await store.claim_job("j1", server, 30.0) == claimed
-
-
 async def test_what_a_job_expects_is_changed_alone_and_stays(open_store: OpenStore) -> None:
     async with open_store() as store:
         running = await store.save_job(new_job(1))
@@ -204,16 +161,6 @@ async def test_a_replaced_job_keeps_little_of_its_payload(open_store: OpenStore)
         await store.save_job(msgspec.structs.replace(old, state="stopped"))
         assert [one.payload for one in await store.jobs()] == [kept, old.payload]
         assert await store.live_jobs() == [new] == await other.live_jobs()
-
-
-async def test_records_of_jobs_without_groups_are_kept_only_so_far_back(open_store: OpenStore) -> None:
-    async with open_store() as store:
-        await store.save_job(new_job(1))
-        await store.write([item("a", 1)])
-        for number in range(2, 110):
-            await store.save_job(msgspec.structs.replace(new_job(number), number=0))
-        numbers = [one.number for one in await store.jobs()]
-        assert numbers[:3] == [1, 9, 10] and len(numbers) == 102
 
 
 @pytest.mark.parametrize("many", [3_000, pytest.param(70_000, marks=pytest.mark.soak)])
@@ -546,43 +493,6 @@ async def test_time_stands_still_while_no_server_runs(tmp_path: Path) -> None:
 
 
 # -- PostgreSQL
-
-
-async def test_servers_that_open_at_once_make_one_schema(postgres: PostgresServer) -> None:
-    schema = new_schema()
-    async with contextlib.AsyncExitStack() as stack:
-        opening = [opened(PostgresDatabase(postgres.url, schema)) for _ in range(5)]
-        stores = await asyncio.gather(*(stack.enter_async_context(one) for one in opening))
-        await asyncio.gather(*(store.write(pair(f"g{n}")) for n, store in enumerate(stores)))
-        assert [(await store.stats()).items for store in stores] == [10] * 5
-
-
-async def test_a_server_learns_of_groups_that_another_made_ready(postgres: PostgresServer) -> None:
-    schema = new_schema()
-    async with (
-        opened(PostgresDatabase(postgres.url, schema)) as one,
-        opened(PostgresDatabase(postgres.url, schema)) as two,
-    ):
-        for n, notice in enumerate((two.sweep, lambda: two.write([item("x", "x")]))):
-            seen: list[Change] = []
-            two.changed = seen.append
-            await one.write(pair(f"g{n}"))
-            await notice()
-            assert [change.ready for change in seen] == [True]
-
-
-async def test_two_servers_never_lease_the_same_group(postgres: PostgresServer) -> None:
-    schema = new_schema()
-    async with (
-        opened(PostgresDatabase(postgres.url, schema)) as one,
-        opened(PostgresDatabase(postgres.url, schema)) as two,
-    ):
-        await one.write([each for n in range(100) for each in pair(f"g{n}")])
-        taken = await asyncio.gather(
-            *(store.take(Wanted(groups=3)) for _ in range(20) for store in (one, two))
-        )
-        leased = [group.id for each in taken for group in each.groups]
-        assert len(leased) == len(set(leased)) == 100
 
 
 async def test_a_lost_database_is_found_again(postgres: PostgresServer) -> None:

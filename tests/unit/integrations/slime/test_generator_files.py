@@ -124,37 +124,6 @@ async def test_a_hook_that_fails_raises_and_others_go_on(tmp_path: Path) -> None
         assert all(isinstance(answer, list) and len(answer) == 2 for answer in answers[1::2])
 
 
-async def test_problems_name_the_file_and_leave_the_others(tmp_path: Path) -> None:
-    start = "TASK_TYPE = 'x'\ndef run_rollout(data): pass\n"
-    sources = {
-        "no_task": ("def run_rollout(data): pass", "defines no TASK_TYPE"),
-        "number": ("TASK_TYPE = 5\ndef run_rollout(data): pass", "TASK_TYPE must be a text, not empty, is 5"),
-        "no_run": ("TASK_TYPE = 'x'", "defines no run_rollout"),
-        "not_run": ("TASK_TYPE = 'x'\nrun_rollout = 5", "run_rollout must be a function"),
-        "no_data": ("TASK_TYPE = 'x'\ndef run_rollout(): pass", "run_rollout must be a function"),
-        "hook": (start + "filter_item = 3", "filter_item must be a function of"),
-        "misspelt": (start + "def filter_items(item): pass", "did you mean filter_item"),
-        "module": (start + "import nowhere_to_be_found", "raised ModuleNotFoundError.*line 3"),
-        "syntax": (start + "def broken(:", "raised SyntaxError"),
-        "exits": (start + "import sys; sys.exit(0)", "raised SystemExit"),
-        "leaves": (start + "import os; os._exit(1)", r"process of the hooks ended with exit code 1"),
-        "hangs": (start + "import time; time.sleep(600)", "did not return within 2 s"),
-    }
-    for name, (source, _) in sources.items():
-        (tmp_path / f"{name}_generator.py").write_text(source)
-    write(tmp_path, "math", "def filter_item(item): return True\n")
-    write(tmp_path, "zeta")
-    (tmp_path / "helpers.py").write_text("raise RuntimeError('is no generator file')")
-    async with a_host(tmp_path, tmp_path, seconds=2.0) as host:
-        assert sorted(host.files) == ["math", "zeta"]
-        assert host.files["math"].path == tmp_path / "math_generator.py"
-        assert len(await finish(host)) == 2
-        problems = dict(zip(sorted(sources), host.problems, strict=True))
-        for name, (_, said) in sources.items():
-            with pytest.raises(RollstreamError, match=f"{name}_generator.py.*{said}"):
-                raise RollstreamError(problems[name])
-
-
 async def test_folders(tmp_path: Path) -> None:
     write(tmp_path / "a", "math")
     same = write(tmp_path / "b", "math")

@@ -95,17 +95,6 @@ def test_hooks_that_only_call_the_default_ones_change_nothing(group: Any, timed_
     assert hooks.meta_info({"q": group[1]}, SETTINGS) == groups.get_group_data_meta_info({"q": group[1]})
 
 
-def test_default_hooks_say_what_they_were_called_with_in_vain() -> None:
-    slime = hooks_of(is_valid_group=lambda group, n, task: groups.is_valid_group(group, n, task))
-    with pytest.raises(
-        HookError, match=r"given 4: a hook that is a function of \(group, settings, timed_out\)"
-    ):
-        slime.judge(named_group([0, 1]), SETTINGS)
-    ppo = hooks_of(normalize_group_data=lambda group: groups.normalize_group_data(group, algo="ppo"))
-    with pytest.raises(HookError, match="knows the algorithm grpo, not 'ppo'"):
-        ppo.finish(named_group([0, 1, 1, 1]), SETTINGS)
-
-
 @pytest.mark.parametrize(
     ("said", "verdict"),
     [

@@ -193,22 +193,6 @@ def test_tools_are_names_of_the_operators_file() -> None:
             rules.check({"task_type": "math", key: value}, True)
 
 
-def test_values_are_checked_by_type_and_named(folders: Folders) -> None:
-    counts = (0, -1, True, 1.0, "1.0", "", "x", "９", "9" * 5000, [], {}, 2**31)
-    wrong: list[tuple[str, Any]] = [
-        *(("task_type", value) for value in (None, "", 7, ["math"])),
-        *((key, value) for key in ("num_epoch", "num_process") for value in counts),
-        *(("skip_instance_ids", value) for value in ("7", [True], [None], [1.0], {"7": 1}, 7)),
-        *(("sampling_params", value) for value in ("x", [], 7)),
-    ]
-    for key, value in wrong:
-        with pytest.raises(ConfigError, match=rf"^{key}: "):
-            folders.rules.check({"task_type": "math", key: value}, True)
-    for payload in (None, [], "x", 7):
-        with pytest.raises(ConfigError, match=r"object"):
-            folders.rules.check(payload, True)
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -235,17 +219,3 @@ def test_what_was_checked_stays_as_it_is_when_it_is_checked_again(
     changed = {"rollstream", "remote_buffer_url", "tokenizer_path", "input_file"}
     kept = {key: value for key, value in payload.items() if key not in changed}
     assert kept == {key: value for key, value in checked.items() if key not in changed}
-
-
-def test_each_unknown_key_is_warned_of(folders: Folders) -> None:
-    def warnings(*keys: str) -> list[str]:
-        return folders.rules.check({"task_type": "math", **dict.fromkeys(keys)}, False)[1]
-
-    assert warnings("num_epochs", "my_own_key") == [
-        "'my_own_key' is left to the generator file: the buffer does not know it",
-        "'num_epochs' is left to the generator file: the buffer does not know it; did you mean 'num_epoch'?",
-    ]
-    assert "did you mean" not in warnings("num_epochs", "num_epoch")[0]  # both: it is another parameter
-    warnings("n" * 5_000_000)
-    with pytest.raises(ConfigError, match=r"257 keys"):
-        warnings(*map(str, range(256)))

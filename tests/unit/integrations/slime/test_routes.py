@@ -216,13 +216,3 @@ async def test_a_refused_start_is_told_where_a_stock_trainer_prints_it(
         assert len(refused) == 1
         async with buffer.session.post(buffer.url + "/start_rollout", json={"task_type": "sums"}) as response:
             assert "'sums'" in (response.reason or "") and "'sums'" in caplog.text
-
-
-async def test_a_trainer_that_starts_again_finds_its_job(tmp_path: Path) -> None:
-    async with served(tmp_path / "buffer", generators=(generator(tmp_path / "files"),)) as buffer:
-        payload: dict[str, Any] = {"task_type": "math", "num_repeat_per_sample": "2"}
-        answers = []
-        for more in ({}, {}, {"remote_engine_url": "http://127.0.0.1:2", "skip_instance_ids": ["a"]}):
-            answers.append((await buffer.post("/start_rollout", payload | more))[1])
-        assert answers[0] == answers[1] and answers[0]["message"] == "Rollout started"
-        assert answers[2]["rollout_id"] == answers[0]["rollout_id"]
