@@ -113,28 +113,10 @@ class AgentLoops:
 
 
 def _cannot_be_made(name: str, entry: LoopEntry, error: Exception) -> ConfigError:
-    cause = f"{type(error).__name__}: {error}"
-    if isinstance(error, TypeError):
-        known = _known_options(entry.loop)
-        for option in entry.options:
-            if option not in known and f"unexpected keyword argument {option!r}" in str(error):
-                cause = str(unknown_name("option", option, known))
     return ConfigError(
-        f"agent loop {name!r} cannot be made ({cause}); its class is "
+        f"agent loop {name!r} cannot be made ({type(error).__name__}: {error}); its class is "
         f"{entry.loop.__qualname__}, its options are {dict(entry.options)}"
     )
-
-
-def _known_options(loop: type[AgentLoop]) -> set[str]:
-    """Keywords of the constructors of a loop's classes, without those that every loop is given."""
-    constructors = [vars(cls)["__init__"] for cls in loop.__mro__[:-1] if "__init__" in vars(cls)]
-    named = {
-        parameter.name
-        for constructor in constructors
-        for parameter in inspect.signature(constructor).parameters.values()
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    }
-    return named - set(inspect.signature(AgentLoop.__init__).parameters)
 
 
 def load_agent_loops(path: str | None) -> dict[str, LoopEntry]:

@@ -148,7 +148,7 @@ async def test_unknown_names_and_options_show_at_start() -> None:
         AgentLoops().entry("tool_agnt")
     loops = AgentLoops({"own": LoopEntry(Own, {"max_hint": 3}), "good": LoopEntry(ToolAgent)})
     loops.check(["good", "single_turn_agent"], resources(await started()))
-    with pytest.raises(ConfigError, match="'max_hints'"):
+    with pytest.raises(ConfigError, match="max_hint"):
         loops.check_options("own")
-    with pytest.raises(ConfigError, match="'max_hints'"):
+    with pytest.raises(ConfigError, match="max_hint"):
         loops.check(["own"], resources(await started()))

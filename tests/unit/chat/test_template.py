@@ -1,7 +1,6 @@
-"""R1 over turns: running ids are the prompt, what was sampled, and what the template puts between."""
+"""What the template puts between turns where it is peculiar; test_turn_kinds has R1 over all kinds of turns."""
 
 import copy
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer
 from rollstream.errors import DataError
 from rollstream.trajectory import Message
-from tests.unit.chat.templates import END_TOKENS, NAMES, load
+from tests.unit.chat.templates import NAMES, load
 
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "description": name, "parameters": {"type": "object"}}}
@@ -26,14 +25,11 @@ arguments = st.dictionaries(st.sampled_from(["x", "query"]), st.integers(0, 99) 
 
 @dataclass
 class Answer:
-    """What the model says, and how the engine ended it."""
+    """What the model says."""
 
     content: str
     thinking: str
     calls: list[dict[str, Any]]
-    end: int
-    """Which end token was sampled; beyond the template's own ones: none (a stop string)."""
-    replies: list[str]
 
 
 answers = st.builds(
@@ -44,159 +40,7 @@ answers = st.builds(
         st.fixed_dictionaries({"name": st.sampled_from(["add", "search"]), "arguments": arguments}),
         max_size=2,
     ),
-    end=st.integers(0, 3),
-    replies=st.lists(words, min_size=2, max_size=2),
 )
-
-
-class Dialogue:
-    """A conversation as the running ids have it, and as messages."""
-
-    def __init__(self, name: str, tools: bool, system: bool) -> None:
-        self.name = name
-        self.tokenizer = load(name)
-        self.template = TurnTemplate(self.tokenizer)
-        self.tools = TOOLS if tools else None
-        self.messages: list[Message] = [{"role": "system", "content": "be brief"}] if system else []
-        self.messages.append({"role": "user", "content": "what is 3 + 9"})
-        self.ids = self.tokenizer.render(self.messages, tools=self.tools)
-        self.mask = [0] * len(self.ids)
-        self.sampled: list[list[int]] = []
-        self.own_end = True
-        """Whether every turn so far ended as the template would have ended it."""
-
-    def play(self, answer: Answer) -> None:
-        calls = answer.calls if self.template.has_tool_role else []
-        if self.name in ("llama3", "gpt_oss"):
-            calls = calls[:1]
-        message: Message = {"role": "assistant", "content": answer.content}
-        if answer.thinking and self.name == "chatml_thinking":
-            message["reasoning_content"] = answer.thinking
-        if calls:
-            message["tool_calls"] = [
-                {"type": "function", "id": f"c{len(self.messages):03d}{at:05d}", "function": call}
-                for at, call in enumerate(calls)
-            ]
-            if self.name in ("llama3", "mistral", "gpt_oss"):
-                message["content"] = ""  # these show calls or content, not both
-        sampled = self.tokenizer.encode(self.written(message)) + self.end_ids(answer, message)
-        if calls:
-            added = self.template.tool_messages(message["tool_calls"], answer.replies[: len(calls)])
-        else:
-            added = [{"role": "user", "content": answer.replies[0]}]
-        given = self.template.ids_after(
-            [*self.messages, message], added, sampled_ids=sampled, tools=self.tools
-        )
-        self.ids += sampled + given
-        self.mask += [1] * len(sampled) + [0] * len(given)
-        self.sampled.append(sampled)
-        self.messages += [message, *added]
-
-    def written(self, message: Message) -> str:
-        """The message as a model writes it after the generation prompt, without the end of the turn."""
-        before = self.tokenizer.render_text(self.messages, tools=self.tools)
-        after = self.tokenizer.render_text(
-            [*self.messages, message], tools=self.tools, add_generation_prompt=False
-        )
-        assert after.startswith(before), "the template's own answers follow its prompt"
-        text = after[len(before) :].rstrip("\n")
-        for end in END_TOKENS[self.name]:
-            text = text.removesuffix(end)
-        return text
-
-    def end_ids(self, answer: Answer, message: Message) -> list[int]:
-        ends = END_TOKENS[self.name]
-        if self.name == "gpt_oss":  # which token ends a turn depends on what was said
-            ends = ("<|call|>",) if message.get("tool_calls") else ("<|return|>",)
-            self.own_end &= bool(message.get("tool_calls"))
-        if self.name == "glm":
-            ends = ("<|observation|>" if message.get("tool_calls") else "<|user|>", "<|endoftext|>")
-        self.own_end &= answer.end == 0 or answer.end >= len(ends)
-        if answer.end >= len(ends):
-            return []
-        end = self.tokenizer.token_id(ends[answer.end])
-        assert end is not None
-        return [end]
-
-    def rendered(self) -> list[int]:
-        return self.tokenizer.render(self.messages, tools=self.tools)
-
-    def text(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def check_sampled_ids_are_kept(dialogue: Dialogue) -> None:
-    """Mask 1 exactly on what was sampled, id for id and in order."""
-    assert len(dialogue.ids) == len(dialogue.mask)
-    kept = [i for i, m in zip(dialogue.ids, dialogue.mask, strict=True) if m]
-    assert kept == [i for part in dialogue.sampled for i in part]
-
-
-@pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=40)
-@given(data=st.data())
-def test_running_ids_are_what_the_template_renders(name: str, data: st.DataObject) -> None:
-    """Where a turn ended as the template ends it, and the template changes nothing about earlier turns."""
-    system = name != "gemma" and data.draw(st.booleans())
-    tools = name in ("chatml", "mistral") and data.draw(st.booleans())
-    dialogue = Dialogue(name, tools, system)
-    for answer in data.draw(st.lists(answers, min_size=1, max_size=4)):
-        dialogue.play(answer)
-    check_sampled_ids_are_kept(dialogue)
-    thinks = any("reasoning_content" in message for message in dialogue.messages)
-    asks_again = sum(message["role"] == "user" for message in dialogue.messages) > 1
-    if dialogue.own_end and name != "chatml_thinking" and not (name == "mistral" and tools and asks_again):
-        assert dialogue.ids == dialogue.rendered()
-    if name == "chatml_thinking" and dialogue.own_end:
-        check_only_earlier_thinking_differs(dialogue, thinks)
-
-
-def check_only_earlier_thinking_differs(dialogue: Dialogue, thinks: bool) -> None:
-    """This template shows an empty or full thinking block for a last answer, and takes it away later on.
-
-    The running ids keep what the model has written and seen; with the blocks taken out, the rest is the same.
-    """
-
-    def without(text: str) -> str:
-        return re.sub(r"<think>\n.*?\n</think>\n\n", "", text, flags=re.DOTALL)
-
-    running, rendered = dialogue.text(dialogue.ids), dialogue.text(dialogue.rendered())
-    assert without(running) == without(rendered)
-    assert running.count("<think>") == len(dialogue.sampled)
-
-
-def test_another_end_token_stands_for_the_templates_own() -> None:
-    """A model that ends with <|endoftext|> is not given an <|im_end|> on top of it."""
-    dialogue = Dialogue("chatml", False, False)
-    dialogue.play(Answer("12", "", [], 1, ["and 4 + 4", ""]))
-    text = dialogue.text(dialogue.ids)
-    assert "12<|endoftext|>\n<|im_start|>user\nand 4 + 4<|im_end|>\n<|im_start|>assistant\n" in text
-    dialogue = Dialogue("chatml", False, False)
-    dialogue.play(Answer("12", "", [], 9, ["and 4 + 4", ""]))  # a stop string: no end token at all
-    assert "12<|im_end|>\n<|im_start|>user" in dialogue.text(dialogue.ids)
-
-
-def test_the_last_answers_end_in_channels_is_kept_as_sampled() -> None:
-    """<|return|> is what the model sampled; a rendering of the whole would have <|end|> in its place."""
-    dialogue = Dialogue("gpt_oss", False, False)
-    dialogue.play(Answer("12", "", [], 0, ["and 4 + 4", ""]))
-    running, rendered = dialogue.text(dialogue.ids), dialogue.text(dialogue.rendered())
-    assert running.replace("12<|return|>", "12<|end|>") == rendered != running
-
-
-def test_tools_that_move_to_the_last_question_stay_where_they_were_seen_too() -> None:
-    dialogue = Dialogue("mistral", True, False)
-    dialogue.play(Answer("12", "", [], 0, ["and 4 + 4", ""]))
-    assert dialogue.text(dialogue.ids).count("[AVAILABLE_TOOLS]") == 2
-    assert dialogue.text(dialogue.rendered()).count("[AVAILABLE_TOOLS]") == 1
-
-
-def test_a_turn_that_ends_by_the_next_ones_role() -> None:
-    dialogue = Dialogue("glm", False, False)
-    call = {"name": "add", "arguments": {"x": 1}}
-    dialogue.play(Answer("12", "", [call], 0, ["3", ""]))
-    assert dialogue.text(dialogue.ids).count("<|observation|>") == 1
-    assert dialogue.ids == dialogue.rendered()
 
 
 def test_results_become_a_users_message_where_there_is_no_tool_role() -> None:
@@ -304,28 +148,6 @@ def test_what_a_template_takes_and_shows_is_known() -> None:
     assert mistral.takes_call_id("abcdefghi") and not mistral.takes_call_id("1")
     assert chatml.takes_call_id("functions.f:0")
     assert chatml.shows_tool(TOOLS[0]) and not gemma.shows_tool(TOOLS[0])
-
-
-@pytest.mark.parametrize("name", NAMES)
-@given(played=st.lists(answers, min_size=1, max_size=3), tools=st.booleans())
-@settings(max_examples=40)
-def test_an_answer_of_which_only_the_message_is_known(name: str, played: list[Answer], tools: bool) -> None:
-    """Its ids are what a model of this template would have sampled, up to the token that ends the turn."""
-    dialogue = Dialogue(name, tools, system=False)
-    for answer in played:
-        answer.end = 0
-        before = len(dialogue.messages)
-        try:
-            dialogue.play(answer)
-        except DataError:
-            return  # the template cannot show this conversation at all
-        message = dialogue.messages[before]
-        if name in ("gpt_oss", "glm"):
-            continue  # end a turn by tokens that the template itself does not write there
-        earlier = dialogue.messages[:before]
-        ids = dialogue.template.answer_ids(earlier, message, tools=dialogue.tools)
-        assert ids == dialogue.sampled[-1]
-        assert dialogue.template.answer_ids(earlier, message, tools=dialogue.tools, ended=False) == ids[:-1]
 
 
 @pytest.mark.parametrize("name", NAMES)
