@@ -53,9 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--retry-unscored", action="store_true", help="try those again on which the reward failed"
     )
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="write there, and not into scores/ of the run"
-    )
     parser.add_argument("--json", action="store_true")
 
 
@@ -77,7 +74,6 @@ def run(options: argparse.Namespace) -> int:
         _reward(options),
         name=options.name,
         snapshots=options.snapshots,
-        output=options.output,
         processes=options.processes,
         retry_unscored=options.retry_unscored,
         say=_Progress(),
@@ -93,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.write(orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2).decode() + "\n")
     else:
         sys.stdout.write(_summary(report))
-        if options.output is None and not failed:
+        if not failed:
             sys.stdout.write(f"to read by them: --scores {report.name} at eval, export, view and status\n")
     for line in report.damage:
         sys.stderr.write(f"damaged: {line}\n")

@@ -362,7 +362,6 @@ async def score_run(
     *,
     name: str | None = None,
     snapshots: SnapshotRule | None = None,
-    output: Path | None = None,
     processes: int | None = None,
     retry_unscored: bool = False,
     in_memory: FunctionReward | None = None,
@@ -375,7 +374,6 @@ async def score_run(
         reward: the reward.
         name: of the scores; None: after the reward, and its content.
         snapshots: what snapshots get; None: as in the run.
-        output: a folder to write to instead of `scores/` in the run directory.
         processes: that score; None: one for each CPU, four at most.
         retry_unscored: scores those again on which the reward failed earlier.
         in_memory: a reward that is in no file, in place of the one that `reward` names; it scores in this process.
@@ -399,9 +397,7 @@ async def score_run(
     name = name or f"{''.join(one if one.isalnum() else '-' for one in label)}-{digest[:8]}"
     if not is_score_name(name):
         raise ConfigError(f"scores {name!r}: letters, digits, '-', '_' and '.'")
-    if output is not None:
-        _check_output(output, name)
-    paths = ScorePaths(output or score_folder(root), name)
+    paths = ScorePaths(score_folder(root), name)
     report = ScoreReport(name, str(paths.table), mean_before=state.rewards.mean)
     described = label if reward.path is None else f"{reward.path}:{reward.name}"
     with paths.locked():
@@ -468,19 +464,6 @@ async def _run(
         stack.push_async_callback(executor.close)
         await executor.start()
         await executor.run(all_keys())
-
-
-def _check_output(folder: Path, name: str) -> None:
-    """Raises `ConfigError` where scores in this folder would get in the way of other files."""
-    place = folder.resolve()
-    for one in (place, *place.parents):
-        if (one / "run.json").exists():
-            raise ConfigError(f"--output {folder} is in the run directory {one}; name a folder outside")
-    paths = ScorePaths(folder, name)
-    if not paths.facts.exists() and (there := [one for one in (paths.table, paths.journal) if one.exists()]):
-        raise ConfigError(
-            f"{there[0]} exists, and is none of these scores; choose another --name or --output"
-        )
 
 
 def _summarise(paths: ScorePaths, facts_id: str, report: ScoreReport) -> None:

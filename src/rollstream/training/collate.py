@@ -36,7 +36,7 @@ def collate(trajectories: Sequence[Trajectory], *, pad_token_id: int = 0) -> "di
     """
     import torch
 
-    tensors = _padded(trajectories, pad_token_id)
+    tensors = pad(trajectories, pad_token_id)
     width = tensors["prompts"].shape[1]
     rewards = [np.nan if one.reward is None else one.reward for one in trajectories]
     named = {
@@ -106,7 +106,7 @@ def to_dataproto(
         ConfigError: verl is not installed.
         DataError: there are none, or they have no token ids.
     """
-    tensors = _padded(trajectories, pad_token_id)
+    tensors = pad(trajectories, pad_token_id)
     try:
         from verl import DataProto
     except ImportError as error:
@@ -127,18 +127,24 @@ def to_dataproto(
     named["emission_views"] = [list(one.generations()) for one in trajectories]
     if uids is not None:
         named["uid"] = list(uids)
-    kinds = {"is_snapshot": np.bool_, "__num_turns__": np.int32}
-    others: dict[str, Any] = {}
-    for name, values in named.items():
-        others[name] = np.empty(len(values), kinds.get(name, object))
-        others[name][:] = values
+    others = {name: as_array(name, values) for name, values in named.items()}
     meta = {"reward_extra_keys": rewards} if "rm_scores" in tensors else {}
     return DataProto.from_dict(
         {name: torch.from_numpy(array) for name, array in tensors.items()}, others, meta
     )
 
 
-def _padded(trajectories: Sequence[Trajectory], pad_token_id: int) -> dict[str, Any]:
+def as_array(name: str, values: Sequence[Any]) -> Any:
+    """Values beside the tensors of a DataProto, in the type that their name has there."""
+    array: Any = np.empty(len(values), {"is_snapshot": np.bool_, "__num_turns__": np.int32}.get(name, object))
+    array[:] = values
+    return array
+
+
+def pad(
+    trajectories: Sequence[Trajectory], pad_token_id: int, *, prompt_width: int = 1, response_width: int = 1
+) -> dict[str, Any]:
+    """The tensors of a DataProto; wider than asked for where a prompt or a response is longer. Raises `DataError`."""
     if not trajectories or not all(one.prompt_ids for one in trajectories):
         raise DataError(
             "trajectories without token ids: their run had no tokenizer"
@@ -150,8 +156,8 @@ def _padded(trajectories: Sequence[Trajectory], pad_token_id: int) -> dict[str, 
         stored["response_logprobs"] = "rollout_log_probs"
     if all(one.reward is not None for one in trajectories):
         stored["reward"] = "rm_scores"
-    prompt = max(len(one.prompt_ids) for one in trajectories)
-    response = max(1, *(len(one.response_ids) for one in trajectories))
+    prompt = max(prompt_width, *(len(one.prompt_ids) for one in trajectories))
+    response = max(response_width, *(len(one.response_ids) for one in trajectories))
     widths = {"prompts": prompt, **dict.fromkeys(_WHOLE, prompt + response)}
     tensors = {
         name: np.zeros((len(trajectories), widths.get(name, response)), TENSORS[name])

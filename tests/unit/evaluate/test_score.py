@@ -277,36 +277,6 @@ def test_a_name_is_of_one_reward(tmp_path: Path) -> None:
         read_status(root, "other")
 
 
-def test_a_run_that_may_not_be_written_is_scored_elsewhere(tmp_path: Path) -> None:
-    root = write_run(tmp_path / "run", [rollout(0, 0, "four")], n=1, prompts=1)
-    there = sorted(root.rglob("*"))
-    report = scored(root, reward(tmp_path / "reward.py", LENGTHS), output=tmp_path / "out", name="x")
-    assert pq.read_table(report.path).to_pylist() == [
-        {
-            "index": 0,
-            "repeat": 0,
-            "trajectory": 0,
-            "finished_at": find_trajectory(root, 0).row["finished_at"],
-            "reward": 4.0,
-            "reward_extra": '{"turns":2,"snapshot":false}',
-        }
-    ]
-    assert sorted(root.rglob("*")) == there
-
-
-@pytest.mark.parametrize("place", ["batches", ".", "../mine"])
-def test_scores_elsewhere_are_in_no_files_way(tmp_path: Path, place: str) -> None:
-    root, recipe = run_of(tmp_path / "run"), reward(tmp_path / "reward.py", LENGTHS)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "x.parquet").write_text("mine")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match="x.parquet exists" if "mine" in place else "in the run directory"):
-        scored(root, recipe, output=root / place, name="x")
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    for _ in range(2):  # its own are gone on with
-        assert scored(root, recipe, output=tmp_path / "out", name="x").rollouts == PROMPTS * N
-
-
 def test_rules_and_answers_that_are_token_ids_only(tmp_path: Path) -> None:
     """By data source; an answer that is in no message is decoded."""
     plain = rollout(0, 0, "4", source="exact_match")

@@ -13,7 +13,6 @@ from statistics import fmean
 from typing import Any, Self, TypeVar
 
 import numpy as np
-import pyarrow as pa
 import torch
 from verl import DataProto
 
@@ -25,14 +24,10 @@ from rollstream.integrations.verl.loop import to_row
 from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, load_agents
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.scratch import ScratchFolder
-from rollstream.store.batch import SCHEMA
-from rollstream.store.export.dataproto import TENSORS, fill_tensors
+from rollstream.training.collate import as_array, pad
 from rollstream.trajectory import Failure, PromptRow, Rollout
 
 T = TypeVar("T")
-
-_WHOLE = ("input_ids", "attention_mask", "position_ids")
-"""Tensors of prompt and response together."""
 
 _GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
 
@@ -183,32 +178,20 @@ class SequenceGenerator:
         rows = [(at, one) for at, done in enumerate(rollouts) for one in done.trajectories]
         trajectories = [one for _, one in rows]
         places = np.array([at for at, _ in rows])
-        prompt_length = max(rollout.prompt_length, *(len(one.prompt_ids) for one in trajectories))
-        # A prompt that a loop wrote anew may be longer than the rows' own.
-        widths = {"prompts": prompt_length} | dict.fromkeys(_WHOLE, prompt_length + rollout.response_length)
-        named = {"prompt_ids": "prompts", "response_ids": "responses", "response_mask": "response_mask"}
-        if rollout.calculate_log_probs:
-            named["response_logprobs"] = "rollout_log_probs"
-        if all(one.reward is not None for one in trajectories):
-            named["reward"] = "rm_scores"
-        tensors = {
-            name: np.zeros((len(rows), widths.get(name, rollout.response_length)), TENSORS[name])
-            for name in (*named.values(), *_WHOLE)
+        tensors = pad(
+            trajectories,
+            self._setup.tokenizer.pad_id or 0,
+            prompt_width=rollout.prompt_length,
+            response_width=rollout.response_length,
+        )
+        named: dict[str, list[Any]] = {
+            name: [getattr(one, name) for one in trajectories]
+            for name in ("is_snapshot", "finish_reason", "messages", "policy_versions")
         }
-        columns = [
-            pa.array([getattr(one, name) for one in trajectories], SCHEMA.field(name).type) for name in named
-        ]
-        fill_tensors(tensors, pa.table(columns, list(named)), self._setup.tokenizer.pad_id or 0)
-        own = {
-            "row": places,
-            "is_snapshot": np.array([one.is_snapshot for one in trajectories]),
-            "__num_turns__": np.array([one.num_turns for one in trajectories], np.int32),
-            "finish_reason": np.array([one.finish_reason for one in trajectories], object),
-            "messages": _objects([one.messages for one in trajectories]),
-            "policy_versions": _objects([one.policy_versions for one in trajectories]),
-        }
+        named["__num_turns__"] = [one.num_turns for one in trajectories]
         extras = sorted({name for one in trajectories for name in one.reward_extra})
-        own |= {name: _objects([one.reward_extra.get(name) for one in trajectories]) for name in extras}
+        named |= {name: [one.reward_extra.get(name) for one in trajectories] for name in extras}
+        own = {"row": places} | {name: as_array(name, values) for name, values in named.items()}
         own |= {name: values[places] for name, values in given.non_tensor_batch.items() if name not in own}
         seconds = {"generate_sequences": "generate_s", "tool_calls": "tool_s", "compute_score": "reward_s"}
         timing = {
@@ -219,9 +202,3 @@ class SequenceGenerator:
         if "rm_scores" in tensors:
             meta["reward_extra_keys"] = extras
         return DataProto.from_dict({name: torch.from_numpy(one) for name, one in tensors.items()}, own, meta)
-
-
-def _objects(values: Sequence[Any]) -> Any:
-    array = np.empty(len(values), dtype=object)
-    array[:] = values
-    return array
