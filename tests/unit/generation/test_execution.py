@@ -64,7 +64,7 @@ async def test_each_worker_has_a_transformers_engine_of_its_own(tmp_path: Path) 
     try:
         assert built[0].engine is not built[1].engine
         for one in built:
-            assert one.owns_engine and one.follow is None
+            assert one.engine is not None and one.follow is None
             row = PromptRow(0, f"{0:032x}", [{"role": "user", "content": "1 + 1 ="}], "test")
             assert isinstance(await one.worker.run(row, 0), Rollout)
             assert one.counts.finished == 1
