@@ -12,13 +12,13 @@ import pytest
 from rollstream import plugins
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
 from rollstream.store.batch import seal_journal
-from rollstream.store.export.files import export_jsonl, read_rows
+from rollstream.store.export.files import read_rows
 from rollstream.store.export.format import file_name
 from rollstream.store.export.run import export_run
 from rollstream.store.find import find_trajectory
 from rollstream.store.lock import RunLock, locked
 from rollstream.store.manifest import read_manifest
-from rollstream.store.merge import MergeCancelledError, merge_batches
+from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
 from rollstream.store.summary import read_status, write_checkpoint
 from rollstream.store.validate import validate_run
@@ -265,33 +265,6 @@ async def test_a_damaged_journal_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DamageError, match=journal.name):
         export_run(run, "jsonl", tmp_path / "x")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-async def test_a_trajectory_that_is_not_there_says_why(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    identity = {"data.rows.count": 12}
-    await commit_all(run, [rollout(0, trajectories=2), failure(3)], seal=True, **identity)
-    assert find_trajectory(run, None).row["trajectory"] == 1
-    assert find_trajectory(run, 0, 0, 0).siblings == 2
-    for index, repeat, message in [
-        (12, 0, "numbered from 0 to 11"),
-        (-1, 0, "numbered from 0 to 11"),
-        (0, 2, "2 rollouts, repeats 0 to 1"),
-        (3, 0, "it failed: ValueError: no"),
-        (4, 0, "not done yet"),
-    ]:
-        with pytest.raises(RunDirectoryError, match=message):
-            find_trajectory(run, index, repeat)
-
-
-async def test_a_cancelled_export_leaves_what_was_there(tmp_path: Path) -> None:
-    await commit_all(tmp_path, [rollout(i) for i in range(300)])
-    merge_batches(RunPaths(tmp_path), run_id_of(tmp_path))
-    target = tmp_path / "x.jsonl"
-    target.write_text("old")
-    with pytest.raises(MergeCancelledError):
-        export_jsonl(tmp_path / "trajectories.parquet", target, lambda: True)
-    assert (target.read_text(), list(tmp_path.glob("*.tmp"))) == ("old", [])
 
 
 def run_id_of(root: Path) -> bytes:

@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol
@@ -40,7 +39,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollstream.errors import ConfigError
-from rollstream.memory import check_memory
 from rollstream.sampling import changes_of_distribution
 from rollstream.store.batch import logprobs_of, read_footer, read_tables
 from rollstream.store.export.files import JSON_COLUMNS, decode_row, replacing
@@ -125,27 +123,18 @@ class _Layout:
     reward_extra: Sequence[str]
     images: ImageInputs | None
     """Where a row has images."""
-    text_bytes: int
-    """Messages, ground truths and what else is no tensor, of all rows."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of a row of each tensor there is."""
-        shapes: dict[str, tuple[int, ...]] = {name: (width,) for name, width in self._widths().items()}
-        if self.images is not None and self.images.position_rows > 1:
-            shapes["position_ids"] = self.images.position_rows, *shapes["position_ids"]
-        return shapes
-
-    def size(self, rows: int) -> int:
-        """Bytes of so many rows, about."""
-        each = (prod(one) * np.dtype(TENSORS[name]).itemsize for name, one in self.shapes().items())
-        return rows * sum(each) + self.text_bytes * rows // max(1, self.rows)
-
-    def _widths(self) -> dict[str, int]:
         prompt, response = self.prompt_width, self.response_width
         widths = {"prompts": prompt, "responses": response, "response_mask": response}
         widths |= dict.fromkeys(("input_ids", "attention_mask", "position_ids"), prompt + response)
         widths |= {"rollout_log_probs": response} if self.with_logprobs else {}
-        return widths | ({"rm_scores": response} if self.with_scores else {})
+        widths |= {"rm_scores": response} if self.with_scores else {}
+        shapes: dict[str, tuple[int, ...]] = {name: (width,) for name, width in widths.items()}
+        if self.images is not None and self.images.position_rows > 1:
+            shapes["position_ids"] = self.images.position_rows, *shapes["position_ids"]
+        return shapes
 
 
 def export_dataproto(
@@ -184,8 +173,6 @@ def export_dataproto(
             raise ConfigError(f"--{option.replace('_', '-')} must be at least 1 (it is {value})")
     layout = _survey(artifact, options, cancelled, images, sampling or {})
     per_file = min(layout.rows, options.max_rows_per_file or layout.rows)
-    widths = f"--prompt-width {layout.prompt_width}, --response-width {layout.response_width}"
-    check_memory(layout.size(per_file), f"{widths}: a file of {per_file} rows (--max-rows-per-file)")
     count = -(-layout.rows // per_file)
     names = [target]
     if count > 1:
@@ -232,7 +219,7 @@ def _survey(
     sampling: Mapping[str, Any],
 ) -> _Layout:
     """Reads the artifact once for its lengths and names, and for what cannot be written."""
-    rows = tokens = without_logprobs = unscored = text_bytes = 0
+    rows = tokens = without_logprobs = unscored = 0
     with_images, changes = False, dict(sampling)
     longest = {"prompt": 0, "response": 0}
     names: dict[str, dict[str, None]] = {"extra": {}, "reward_extra": {}}
@@ -243,7 +230,6 @@ def _survey(
         table = scored if options.unscored == "drop" else table
         with_images = with_images or _has_images(table)
         rows += len(table)
-        text_bytes += sum(table[column].nbytes for column in JSON_COLUMNS)
         for what in longest:
             lengths = pc.list_value_length(table[f"{what}_ids"])
             if what == "prompt" and pc.min(lengths).as_py() == 0:
@@ -283,7 +269,6 @@ def _survey(
         extra=[name for name in extra if name not in reward_extra],
         reward_extra=reward_extra,
         images=images() if with_images and images is not None else None,
-        text_bytes=text_bytes,
     )
     # `prompt_messages` is said by `raw_prompt`, and the row's own reward model is what is written.
     said = {PROMPT_MESSAGES} | ({"reward_model"} & names["extra"].keys())
@@ -295,9 +280,12 @@ def _survey(
         )
     padded = rows * (layout.prompt_width + layout.response_width)
     logger.info(
-        "%d rows padded to %d + %d tokens (%.1f times what there is): %.2f GB; --max-rows-per-file makes "
-        "several files, one in memory at a time",
-        *(rows, layout.prompt_width, layout.response_width, padded / max(1, tokens), layout.size(rows) / 1e9),
+        "%d rows padded to %d + %d tokens (%.1f times what there is); --max-rows-per-file makes several files, one "
+        "in memory at a time",
+        rows,
+        layout.prompt_width,
+        layout.response_width,
+        padded / max(1, tokens),
     )
     return layout
 

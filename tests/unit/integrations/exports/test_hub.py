@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
 from rollstream.cli import main as cli
 from rollstream.errors import ConfigError, StorageError
-from rollstream.integrations.exports.hf import check_login, push_folder
+from rollstream.integrations.exports.hf import push_folder
 from tests.unit.store.export.artifacts import rollouts, trajectory
 from tests.unit.store.fabric import commit_all
 
@@ -73,22 +73,6 @@ async def test_from_the_command_line(
     assert cli(["export", str(run), "--format", "hf", "--push", "x", "--output", str(tmp_path / "n")]) == 2
     assert "nobody is logged in" in capsys.readouterr().err
     assert not (tmp_path / "n").exists()  # it is said before anything is written
-
-
-@pytest.mark.parametrize(
-    ("failure", "error", "message"),
-    [
-        (LocalTokenNotFoundError("x"), ConfigError, "hf auth login"),
-        (refusal(401), ConfigError, "refuses this token"),
-        (refusal(503), StorageError, "status 503"),
-        (httpx.ConnectError("no route"), StorageError, "cannot reach .*no route"),
-    ],
-)
-def test_logging_in(hub: type[Hub], failure: Exception, error: type[Exception], message: str) -> None:
-    check_login()
-    hub.failure = failure
-    with pytest.raises(error, match=message):
-        check_login()
 
 
 @pytest.mark.parametrize(

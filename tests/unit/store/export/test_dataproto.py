@@ -1,6 +1,5 @@
 """DataProto exports: padded as verl pads, nothing lost, nothing made up, and refusals that say why."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollstream.errors import ConfigError, DamageError, StorageError
+from rollstream.errors import ConfigError, DamageError
 from rollstream.integrations.verl.dataproto import DataProtoFile, read_dataproto
 from rollstream.store.export.dataproto import (
     MEDIA,
@@ -20,7 +19,6 @@ from rollstream.store.export.dataproto import (
 from rollstream.store.export.run import export_run
 from rollstream.store.merge import MergeCancelledError
 from rollstream.trajectory import Metrics, Rollout
-from tests.support.processes import full_disk
 from tests.unit.store.export.artifacts import conversation, rollouts, runs, trajectory, write_artifact
 from tests.unit.store.fabric import commit_all
 
@@ -233,21 +231,10 @@ def test_fixed_widths(tmp_path: Path) -> None:
     for options, message in [
         ({"prompt_width": 1}, "--prompt-width 1 is too small: the longest prompt has 2"),
         ({"response_width": 0}, "--response-width must be at least 1"),
-        (
-            {"response_width": 10**12},
-            r"--response-width 1000000000000: .* needs [\d,]+ GB of memory; this machine",
-        ),
         ({"max_rows_per_file": 0}, "--max-rows-per-file must be at least 1"),
     ]:
         with pytest.raises(ConfigError, match=message):
             export(tmp_path, run, **options)
-
-
-def test_the_size_that_is_said_has_the_texts_in_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    run = [replace(one, ground_truth="x" * 20_000_000) for one in rollouts(trajectory())]
-    export(tmp_path, run)
-    assert "0.02 GB" in caplog.text
 
 
 def test_a_relative_target_is_written_and_replaces_the_old(
@@ -305,14 +292,6 @@ def test_a_damaged_artifact_is_named_and_nothing_is_written(tmp_path: Path, at: 
         export_dataproto(artifact, tmp_path / "out.pkl")
     assert dataproto_files(tmp_path / "out.pkl") == []
     assert list(tmp_path.glob(".*")) == []
-
-
-def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
-    artifact = write_artifact(tmp_path / "a.parquet", rollouts(*(trajectory() for _ in range(300))))
-    before = sorted(tmp_path.iterdir())
-    with full_disk(12_000), pytest.raises(StorageError, match="File too large"):
-        export_dataproto(artifact, tmp_path / "out.pkl")
-    assert sorted(tmp_path.iterdir()) == before
 
 
 async def test_a_run_in_its_directory_and_beside_it(tmp_path: Path) -> None:

@@ -4,12 +4,8 @@ import tracemalloc
 import zipfile
 from pathlib import Path
 
-import pytest
-
-from rollstream.errors import StorageError
 from rollstream.store.export.files import export_zip, zip_batches
 from rollstream.store.export.run import export_run
-from rollstream.store.merge import MergeCancelledError
 from rollstream.store.paths import RunPaths
 from tests.unit.store.test_export import finished
 
@@ -49,15 +45,3 @@ def test_memory_does_not_grow_with_the_artifact(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert (tmp_path / "t.zip").stat().st_size > 200 << 20
-
-
-def test_a_cancelled_or_failed_zip_leaves_the_old_one(tmp_path: Path) -> None:
-    artifact, target = tmp_path / "a.parquet", tmp_path / "t.zip"
-    artifact.write_bytes(b"x" * 100)
-    target.write_bytes(b"old")
-    with pytest.raises(MergeCancelledError):
-        export_zip(artifact, target, summary=tmp_path / "none", cancelled=lambda: True)
-    with pytest.raises(StorageError, match="cannot write"):
-        export_zip(artifact, tmp_path / "no folder" / "t.zip", summary=tmp_path / "none")
-    assert target.read_bytes() == b"old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.parquet", "t.zip"]
