@@ -39,13 +39,6 @@ FLOORS: list[set[str]] = [
 ]
 """Rooms by floor, from the ground. `show` and `simulate` serve the command line."""
 
-UPWARD = {
-    *(ROOT / "buffer" / name for name in ("app.py", "folder.py", "reads.py", "service.py")),
-    *(ROOT / "buffer" / "store" / name for name in ("sql.py",)),
-    ROOT / "store" / "export" / "run.py",
-}
-"""Files that know `integrations`, until entry points take their place."""
-
 HEAVY = {
     "torch",
     "tensordict",
@@ -96,8 +89,7 @@ MODULES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_down(path: Path) -> None:
     room = room_of(path)
-    others = imported_rooms(path) - {room} - ({"integrations"} if path in UPWARD else set())
-    for other in others:
+    for other in imported_rooms(path) - {room}:
         assert floor_of(other) < floor_of(room), f"{room} must not know {other}"
 
 

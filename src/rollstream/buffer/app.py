@@ -10,6 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
 import rollstream
+from rollstream import plugins
+from rollstream.buffer.groups import HookError
 from rollstream.buffer.items import ItemError
 from rollstream.buffer.routes_native import NativeRoutes
 from rollstream.buffer.service import BufferOptions, Service, closing_error
@@ -23,8 +25,6 @@ from rollstream.errors import (
     StorageError,
     StorageFullError,
 )
-from rollstream.integrations.slime.hooks import HookError
-from rollstream.integrations.slime.routes import SlimeRoutes, render_slime_error
 from rollstream.web import Access, HTTPError, Limits, Request, Route, WebServer, openapi
 
 _BODIES: Final = 128 * 2**20
@@ -69,8 +69,9 @@ class BufferServer:
         self._metrics_of = functools.cache(
             lambda path, status: (self._requests.labels(path, status), self._seconds.labels(path))
         )
+        slime = plugins.load("rollstream.generators", "slime")
         self._routes = [
-            *SlimeRoutes(self.service).routes(),
+            *slime.SlimeRoutes(self.service).routes(),
             *NativeRoutes(self.service).routes(),
             Route("GET", "/health", self._health, open=True, summary="The process answers"),
             Route("GET", "/ready", self._ready, open=True, summary="Reads and writes are taken"),
@@ -82,7 +83,7 @@ class BufferServer:
             access=replace(access, whose=self.service.job_of_token),
             limits=limits or Limits(bodies_in_flight=_BODIES),
             translate=_translate,
-            render_error=render_slime_error,
+            render_error=slime.render_slime_error,
             on_answer=self._count,
         )
         self.url = ""

@@ -13,7 +13,6 @@ from rollstream.buffer.store.base import described, listed
 from rollstream.buffer.store.sql import SqlStore
 from rollstream.buffer.store.sqlite import FILE, SqliteDatabase
 from rollstream.errors import NotFoundError, RunDirectoryError
-from rollstream.integrations.slime.generator_files import GeneratorFiles
 
 
 class BufferFolder:
@@ -30,7 +29,7 @@ class BufferFolder:
             )
         self._folder = folder
         self._database = SqliteDatabase(folder, read_only=True)
-        self._store = SqlStore(self._database, TaskPolicy(GroupSettings(), GeneratorFiles(())))
+        self._store = SqlStore(self._database, TaskPolicy(GroupSettings(), None))
 
     async def stats(self) -> dict[str, Any]:
         jobs = await self._store.jobs()

@@ -9,12 +9,12 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
 from rollstream.buffer.items import Encoding, InstanceId, dump_item, load_item
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, RollstreamError
 
 ItemDict = dict[str, Any]
 Group = tuple[InstanceId, list[ItemDict]]
@@ -27,6 +27,24 @@ MAX_GROUP_SIZE: Final = 4096
 
 _RATIO_SLACK: Final = 1e-9
 """0.7 * 10 is 7.000000000000001 in floating point; that group needs 7 items, not 8."""
+
+
+FINISHING: Final = frozenset({"filter_item", "normalize_group_data", "pad_group_data", "transform_group"})
+"""What is done to a valid group. `transform_group` stands for the other three at once."""
+
+
+class HookError(RollstreamError):
+    """A hook raised, hung, ended its process, or gave back what cannot be handed out.
+
+    Attributes:
+        hook: Its name; several, joined by ", ", if it may have been any of them; "" for the file as a whole.
+        traceback: Python's, as text; the message if there is none.
+    """
+
+    def __init__(self, message: str, hook: str = "", trace: str = "") -> None:
+        super().__init__(message)
+        self.hook = hook
+        self.traceback = trace or message
 
 
 class Verdict(NamedTuple):
@@ -300,6 +318,35 @@ class Finished(NamedTuple):
     items: list[bytes]
     left_out: list[str]
     """Uids of stored items that are not among them."""
+
+
+class Hooks(Protocol):
+    """Calls the hooks of a task's generator file. Calls raise `HookError`."""
+
+    @property
+    def files(self) -> Mapping[str, Any]:
+        """The files that can be used now, by task."""
+
+    def overridden(self, task_type: str) -> frozenset[str]:
+        """Names of a task's own hooks."""
+
+    async def judge(
+        self, task_type: str, instance_id: InstanceId, items: Any, settings: GroupSettings, timed_out: bool
+    ) -> Verdict: ...
+
+    async def finish(
+        self,
+        task_type: str,
+        instance_id: InstanceId,
+        items: Any,
+        settings: GroupSettings,
+        timed_out: bool,
+        encoding: Encoding,
+    ) -> Finished: ...
+
+    async def meta_info(
+        self, task_type: str, groups: Sequence[tuple[InstanceId, Any]], settings: GroupSettings
+    ) -> dict[str, Any]: ...
 
 
 def finish_group(items: Sequence[StoredItem], settings: GroupSettings, encoding: Encoding | None) -> Finished:

@@ -19,13 +19,20 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 from aiohttp import web
 
-from rollstream.buffer.groups import GroupSettings, StoredItem, Verdict, finish_group, summarize_rewards
+from rollstream.buffer.groups import (
+    FINISHING,
+    GroupSettings,
+    HookError,
+    Hooks,
+    StoredItem,
+    Verdict,
+    finish_group,
+    summarize_rewards,
+)
 from rollstream.buffer.items import Encoding, dump_list
 from rollstream.buffer.store.base import Change, Group, JobRecord, Judged, Removal, Taken, Wanted
 from rollstream.buffer.store.sql import SqlStore
 from rollstream.errors import ConflictError, RollstreamError
-from rollstream.integrations.slime.generator_files import GeneratorFiles
-from rollstream.integrations.slime.hooks import FINISHING, HookError
 from rollstream.web import Request
 
 _LOG = logging.getLogger(__name__)
@@ -93,7 +100,7 @@ class Form(NamedTuple):
 class TaskPolicy:
     """What the store has to know of tasks: settings of the server and of jobs, and which hooks judge."""
 
-    def __init__(self, defaults: GroupSettings, host: GeneratorFiles) -> None:
+    def __init__(self, defaults: GroupSettings, host: Hooks | None) -> None:
         self._defaults = defaults
         self._host = host
         self._of_jobs: dict[str, GroupSettings] = {}
@@ -106,7 +113,7 @@ class TaskPolicy:
         return self._of_jobs[job.id]
 
     def has_own_judge(self, task: str) -> bool:
-        return "is_valid_group" in self._host.overridden(task)
+        return self._host is not None and "is_valid_group" in self._host.overridden(task)
 
 
 class _Waiter:
@@ -130,7 +137,7 @@ class Reads:
         policy: Of groups.
     """
 
-    def __init__(self, store: SqlStore, host: GeneratorFiles, policy: TaskPolicy) -> None:
+    def __init__(self, store: SqlStore, host: Hooks, policy: TaskPolicy) -> None:
         self._store = store
         self._host = host
         self._policy = policy

@@ -271,7 +271,8 @@ class NativeRoutes:
         raise HTTPError(404, f"there is no job {request.params['job']!r:.100}", "not_found")
 
     async def stop_job(self, request: Request) -> JobRecord:
-        return await self._service.jobs.stop(request.params["job"])
+        record: JobRecord = await self._service.jobs.stop(request.params["job"])
+        return record
 
     async def drop_job(self, request: Request) -> Any:
         job = request.params["job"]

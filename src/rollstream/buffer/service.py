@@ -8,13 +8,14 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from rollstream import plugins
 from rollstream.buffer.groups import GroupSettings, summarize_rewards
 from rollstream.buffer.items import (
     Encoding,
@@ -29,10 +30,6 @@ from rollstream.buffer.store.base import Change, Group, GroupState, Limits, Take
 from rollstream.buffer.store.sql import Database, SqlStore
 from rollstream.buffer.store.sqlite import SqliteDatabase
 from rollstream.errors import BufferFullError, ConfigError, RollstreamError, RunDirectoryError
-from rollstream.integrations.slime.generator_files import GeneratorFiles
-from rollstream.integrations.slime.hook_process import HookProcess
-from rollstream.integrations.slime.jobs import Jobs
-from rollstream.integrations.slime.payload_rules import PayloadRules
 from rollstream.store.lock import LockHeldError, RunLock
 from rollstream.surrogates import replace_in_json
 from rollstream.web import HTTPError
@@ -103,17 +100,19 @@ class Service:
 
     def __init__(self, options: BufferOptions, token: str | None) -> None:
         self.options = options
-        self.host = GeneratorFiles(options.generators, options.hook_seconds)
-        self._parser = HookProcess(_PARSE_S)
+        slime = plugins.load("rollstream.generators", "slime")
+        self.host = slime.GeneratorFiles(options.generators, options.hook_seconds)
+        self._parser = slime.HookProcess(_PARSE_S)
+        self._parse_apart: Callable[..., Awaitable[list[Item]]] = self._parser.parse
         self.policy = TaskPolicy(options.settings, self.host)
         self.store = SqlStore(_database(options), self.policy, options.limits)
         self.reads = Reads(self.store, self.host, self.policy)
-        self.jobs = Jobs(
+        self.jobs = slime.Jobs(
             self.store,
             self.host,
             directory=options.directory,
             buffer_url="",
-            rules=PayloadRules(
+            rules=slime.PayloadRules(
                 options.inputs, options.engines, forbidden=options.directory, tools=_tool_names(options.tools)
             ),
             server_id=_server_id(options.directory),
@@ -212,12 +211,12 @@ class Service:
         JSON. Others have their turn between small ones.
         """
         if encoding == "json" and len(body) >= _MANY_NUMBERS and b'"response_ids"' in body:
-            return await self._parser.parse(body, encoding, batch=True)
+            return await self._parse_apart(body, encoding, batch=True)
         if len(body) < _BIG:
             return parse_items(body, encoding)
         bodies = split_batch(body, encoding)
         if bodies is None:
-            return await self._parser.parse(body, encoding)
+            return await self._parse_apart(body, encoding)
         items: list[Item] = []
         parsed = 0
         for number, one in enumerate(bodies):
@@ -229,7 +228,7 @@ class Service:
                     await asyncio.sleep(0)
                 continue
             try:
-                items += await self._parser.parse(one, encoding)
+                items += await self._parse_apart(one, encoding)
             except ItemError as error:
                 raise error.within(number) from None
         return items

@@ -45,6 +45,7 @@ from rollstream.buffer.store.base import (
     Taken,
     Wanted,
     described,
+    remainder,
 )
 from rollstream.errors import (
     BufferFullError,
@@ -56,7 +57,6 @@ from rollstream.errors import (
     StorageError,
     StorageFullError,
 )
-from rollstream.integrations.slime.payload_rules import remainder
 
 _LOG = logging.getLogger(__name__)
 

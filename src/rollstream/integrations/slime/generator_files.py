@@ -7,11 +7,10 @@ from typing import Any, Final
 
 import orjson
 
-from rollstream.buffer.groups import Finished, GroupSettings, Verdict
+from rollstream.buffer.groups import Finished, GroupSettings, HookError, Verdict
 from rollstream.buffer.items import Encoding, InstanceId
 from rollstream.errors import ConfigError
 from rollstream.integrations.slime.hook_process import GeneratorFile, HookProcess, Stored
-from rollstream.integrations.slime.hooks import HookError
 
 PATTERN: Final = "*_generator.py"
 

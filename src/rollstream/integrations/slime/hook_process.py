@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 import orjson
 
-from rollstream.buffer.groups import GroupSettings, ItemDict
+from rollstream.buffer.groups import FINISHING, GroupSettings, HookError, ItemDict
 from rollstream.buffer.items import (
     MAX_TEXT,
     Encoding,
@@ -35,7 +35,7 @@ from rollstream.childproc import MAX_BYTES, Child, ChildDiedError, Codec, Parent
 from rollstream.engine.reaped import ReapedProcess
 from rollstream.engine.reaper import Bounds
 from rollstream.errors import ConfigError, RollstreamError
-from rollstream.integrations.slime.hooks import FINISHING, HookError, Hooks
+from rollstream.integrations.slime.hooks import Hooks
 from rollstream.user_code import run_file
 
 _TIMEOUT: Final = "Timeout"

@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy
 
 from rollstream.buffer import groups
-from rollstream.buffer.groups import Group, GroupSettings, ItemDict, Verdict
+from rollstream.buffer.groups import FINISHING, Group, GroupSettings, HookError, ItemDict, Verdict
 from rollstream.buffer.items import InstanceId
-from rollstream.errors import ConfigError, RollstreamError
+from rollstream.errors import ConfigError
 
 CONVENTIONS: Final[Mapping[str, Sequence[str]]] = {
     "get_group_data_meta_info": ("groups",),
@@ -28,9 +28,6 @@ CONVENTIONS: Final[Mapping[str, Sequence[str]]] = {
     "transform_group": ("group", "task_type"),
 }
 """The hooks in the order of their calls, each with slime's order of arguments."""
-
-FINISHING: Final = frozenset({"filter_item", "normalize_group_data", "pad_group_data", "transform_group"})
-"""What is done to a valid group. `transform_group` stands for the other three at once."""
 
 _KNOWN: Final = ("task_type", "group_size", "min_valid_group_size", "settings", "timed_out")
 """A parameter of such a name gets this value in every hook."""
@@ -45,20 +42,6 @@ _PLAIN: Final = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 _REQUIRED: Final = ("uid", "instance_id", "messages", "reward", "extra_info")
 """Keys without which a reader of slime's wire fails."""
-
-
-class HookError(RollstreamError):
-    """A hook raised, hung, ended its process, or gave back what cannot be handed out.
-
-    Attributes:
-        hook: Its name; several, joined by ", ", if it may have been any of them; "" for the file as a whole.
-        traceback: Python's, as text; the message if there is none.
-    """
-
-    def __init__(self, message: str, hook: str = "", trace: str = "") -> None:
-        super().__init__(message)
-        self.hook = hook
-        self.traceback = trace or message
 
 
 class _Hook:

@@ -13,12 +13,11 @@ import msgspec
 import orjson
 import pytest
 
-from rollstream.buffer.groups import GroupSettings, Verdict
+from rollstream.buffer.groups import GroupSettings, HookError, Verdict
 from rollstream.buffer.items import Encoding, ItemError, dump_item, load_item, parse_item
 from rollstream.errors import ConfigError, RollstreamError
 from rollstream.integrations.slime.generator_files import GeneratorFiles
 from rollstream.integrations.slime.hook_process import HookProcess
-from rollstream.integrations.slime.hooks import HookError
 from tests.support.buffer import item
 from tests.support.processes import command_line, is_running
 from tests.support.until import until

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.buffer import groups
-from rollstream.buffer.groups import Group, GroupSettings, StoredItem, Verdict, finish_group
+from rollstream.buffer.groups import Group, GroupSettings, HookError, StoredItem, Verdict, finish_group
 from rollstream.buffer.items import dump_item, load_item
 from rollstream.errors import ConfigError
-from rollstream.integrations.slime.hooks import CONVENTIONS, HookError, Hooks
+from rollstream.integrations.slime.hooks import CONVENTIONS, Hooks
 from rollstream.user_code import run_file
 from tests.support.buffer import named_group
 
