@@ -34,7 +34,6 @@ from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.extend import check_positions
 from rollstream.store.lock import is_locked, lock_holder
 from rollstream.store.manifest import Manifest, identity_differences
-from rollstream.store.summary import first_reward_failure
 
 logger = logging.getLogger(__name__)
 
@@ -52,30 +51,22 @@ def run(
     err = progress_console()
     with _standard_output(kept_clean=options.json) as out:
         try:
-            return _run(options, [*layers, *options.config, flags], out, err)
+            log_to_console(err, "warning")
+            config = compose(options.overrides, layers=[*layers, *options.config, flags])
+            settings = to_settings(config)
+            if options.show_config:
+                resolved = OmegaConf.to_container(config, resolve=True)
+                out.write(_json(resolved) if options.json else to_yaml(config))
+                return 0
+            log_to_console(err, settings.generation.log_level)
+            if options.dry_run:
+                asyncio.run(_dry_run(config, out, as_json=options.json))
+                return 0
+            return _generate(config, out, err, as_json=options.json)
         except RollstreamError as error:
             err.print(f"error: {error}", style="bold red", markup=False, emoji=False, soft_wrap=True)
             logger.debug("%s", traceback.format_exc())
             return 2 if isinstance(error, ConfigError | DataError | RunDirectoryError) else 1
-
-
-def _run(
-    options: argparse.Namespace,
-    layers: Sequence[Mapping[str, Any] | Path],
-    out: TextIO,
-    err: ProgressConsole,
-) -> int:
-    log_to_console(err, "warning")
-    config = compose(options.overrides, layers=layers)
-    settings = to_settings(config)
-    if options.show_config:
-        out.write(_json(OmegaConf.to_container(config, resolve=True)) if options.json else to_yaml(config))
-        return 0
-    log_to_console(err, settings.generation.log_level)
-    if options.dry_run:
-        asyncio.run(_dry_run(config, out, as_json=options.json))
-        return 0
-    return _generate(config, out, err, as_json=options.json)
 
 
 def _generate(config: DictConfig, out: TextIO, err: ProgressConsole, *, as_json: bool) -> int:
@@ -155,19 +146,12 @@ def summarise(result: GenerationResult) -> str:
         )
     if result.reward_failed:
         lines.append(
-            f"the reward failed on {result.reward_failed} rollouts: their reward is null; "
-            f"`rollstream show {where} {_first_reward_failure(result.run_dir)}` says why of the first. Mend the file, "
-            f"then: rollstream score {where} --reward FILE"
+            f"the reward failed on {result.reward_failed} rollouts: their reward is null; why: rollstream status "
+            f"{where}. Mend the file, then: rollstream score {where} --reward FILE"
         )
     if result.equal_rewards is not None:
-        numbers, rows = result.number_truths
-        why = (
-            f": the ground truth is a number in {numbers} of {rows} rows, which equals no text"
-            if numbers
-            else ""
-        )
         lines.append(
-            f"all {result.completed - result.unscored} rewards are {result.equal_rewards:g}{why}: "
+            f"all {result.completed - result.unscored} rewards are {result.equal_rewards:g}: "
             f"look at an answer with its ground truth: rollstream show {where} 0"
         )
     if result.damage:
@@ -181,14 +165,6 @@ def summarise(result: GenerationResult) -> str:
         program = called if Path(called).name == "rollstream" else "rollstream"
         lines.append(f"look at it in a browser: {shlex.quote(program)} view {where} --open")
     return "\n".join(lines)
-
-
-def _first_reward_failure(run_dir: Path) -> str:
-    """Words that name it to `rollstream show`."""
-    with suppress(RollstreamError, OSError):
-        if (found := first_reward_failure(run_dir)) is not None:
-            return "{} {}".format(*found)
-    return "INDEX"
 
 
 def shortened(text: str) -> str:

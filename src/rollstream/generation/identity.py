@@ -208,9 +208,6 @@ def _harmless(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
     uncut = old.get(truncation) == "error" and not old.get(filtered) and not new.get(filtered)
     if uncut and new.get(length, 0) >= old.get(length, 0) > 0:
         harmless |= {truncation, length}
-    # Version 0.1 counted nearly every word for a server.
-    free = {f"launch.args.{name}" for name in _DECIDING_ARGS} | {"launch.args.engine"}
-    harmless |= {key for key in old if key.startswith(("launch.args.", "launch.env.")) and key not in free}
     return harmless
 
 

@@ -172,11 +172,6 @@ class Plan:
             )
         return files
 
-    def number_truths(self) -> tuple[int, int]:
-        """In how many of the first rows the ground truth is a number, which equals no text; of how many."""
-        rows = [self.dataset.row(int(index)) for index in self.dataset.order[:LOOKED_AT]]
-        return sum(type(row.ground_truth) in (int, float) for row in rows), len(rows)
-
     def check_rows(self) -> None:
         """Tries the first rows, and says what is probably wrong with them.
 

@@ -49,8 +49,6 @@ class GenerationResult:
     """Of the rollouts that failed in this call."""
     equal_rewards: float | None = None
     """The reward of all scored ones, where there are several and it is the same."""
-    number_truths: tuple[int, int] = (0, 0)
-    """In how many of the first prompt rows the ground truth is a number; how many were looked at for that."""
     gave_up: str | None = None
     """Why the run stopped itself before its end (`generation.stop_after_failures`)."""
 

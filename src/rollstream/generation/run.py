@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from rollstream.config.settings import RewardSettings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.sources import ObjectRows
 from rollstream.errors import ConfigError, RewardError, RunDirectoryError, StorageError
-from rollstream.generation.exports import exporter
 from rollstream.generation.identity import adopted_manifest
 from rollstream.generation.logs import log_to_file
 from rollstream.generation.plan import InMemory, Plan, make_plan, peek_manifest
@@ -39,6 +39,8 @@ from rollstream.rollout.executor import Executor, FailureStreak, WindowCounters
 from rollstream.rollout.replay import ScoreReport, score_run
 from rollstream.rollout.setup import in_flight_limit
 from rollstream.stop_signals import StoppedEarly, StopSignals
+from rollstream.store.export.format import file_name
+from rollstream.store.export.run import write_export
 from rollstream.store.extend import extend_run
 from rollstream.store.journal import write_file_durably
 from rollstream.store.keys import KeyStates
@@ -405,7 +407,6 @@ class _Run:
         if not_exported is not None:  # only now: what hinders an export is no reason not to upload
             raise not_exported
         done, failed = state.keys.count(plan.dataset.order)
-        equal = state.rewards.lowest if state.rewards.are_equal else None
         logger.info("ended: %d of %d done, %d failed", done, plan.total, failed)
         self._succeeded = True
         return GenerationResult(
@@ -418,8 +419,7 @@ class _Run:
             generated=self._window.completed,
             failed_now=self._window.failed,
             mean_reward=state.rewards.mean,
-            equal_rewards=equal,
-            number_truths=(0, 0) if equal is None else plan.number_truths(),
+            equal_rewards=state.rewards.lowest if state.rewards.are_equal else None,
             artifact=run.paths.artifact if artifact_rows else None,
             artifact_rows=artifact_rows,
             elapsed_s=elapsed,
@@ -557,14 +557,32 @@ class _Run:
         Returns the first error; further ones are logged. Raises `DamageError`, `StoppedEarly`.
         """
         first: ConfigError | StorageError | None = None
-        run, pad_id = self._directory, self._plan.setup.tokenizer.pad_id
+        paths, pad_id = self._directory.paths, self._plan.setup.tokenizer.pad_id
+
+        def write(name: str, cancelled: Callable[[], bool]) -> int:
+            options: dict[str, Any] = {}
+            if name == "dataproto":
+                options = {"pad_token_id": pad_id or 0, "unscored": self._settings.export_unscored}
+            return write_export(
+                paths.artifact,
+                name,
+                paths.root / file_name(name),
+                self._directory.manifest,
+                root=paths.root,
+                options=options,
+                images=self._plan.export_images,
+                cancelled=cancelled,
+            )
+
         for name in dict.fromkeys(self._settings.export):
             try:
-                images = self._plan.export_images
-                await self._interruptible(
-                    exporter(name, run.paths, run.manifest, self._settings, pad_id, images)
-                )
+                await self._interruptible(partial(write, name))
             except (ConfigError, StorageError) as error:
+                if isinstance(error, ConfigError):
+                    error = ConfigError(
+                        f"{paths.artifact} is there, but generation.export={name} of it failed: {error}. Options: "
+                        f"generation.export_unscored, rollstream export --format {name} (docs/export.md)"
+                    )
                 if first is not None:
                     logger.error("%s", error)
                 first = first or error

@@ -23,7 +23,7 @@ from rollstream.store.lock import is_locked, lock_holder
 from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.merge import is_current
 from rollstream.store.paths import RunPaths
-from rollstream.store.records import FailureRecord, RecordCodec, scoring_failed
+from rollstream.store.records import FailureRecord, RecordCodec
 from rollstream.store.recovery import RunState, inspect, read_checkpoint
 from rollstream.store.scores import SCORED_COLUMNS, score_names
 from rollstream.store.stream import run_tables
@@ -159,15 +159,6 @@ def read_unscored(root: Path, scores: str | None = None) -> Iterator[dict[str, A
         for row in table.to_pylist():
             cause = _unscored_cause(row["reward_extra"], row["data_source"], scores)
             yield {name: row[name] for name in ("index", "repeat", "data_source")} | {"cause": cause}
-
-
-def first_reward_failure(root: Path) -> tuple[int, int] | None:
-    """Index and repeat of the first rollout at hand on which the reward failed. Raises `RunDirectoryError`."""
-    for table in _unscored_tables(root):
-        for row in table.select(["index", "repeat", "reward_extra"]).to_pylist():
-            if scoring_failed(orjson.loads(row["reward_extra"])):
-                return row["index"], row["repeat"]
-    return None
 
 
 def _unscored_tables(root: Path, scores: str | None = None) -> Iterator[pa.Table]:

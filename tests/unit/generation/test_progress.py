@@ -14,7 +14,6 @@ from rollstream.generation.progress import (
     RateMeter,
     Snapshot,
     Waits,
-    format_duration,
     format_line,
     show_progress,
 )
@@ -51,12 +50,6 @@ def test_line_says_everything() -> None:
     assert "replicas 3/4 | mean" in line(replicas=(3, 4))
     assert "rep" not in line(replicas=(1, 1))
     assert "retries 2 | reward failed 1" in line(retries=2, reward_failed=1)
-
-
-def test_share_is_of_what_is_done() -> None:
-    assert line(done=0, failed=100, in_flight=0).startswith("  0%|          | 0/100 [12m34s<0s,")
-    assert line(done=999, failed=0, total=1000).startswith(" 99%|█████████ | 999/1000 ")
-    assert line(done=0, failed=0, total=0).startswith("  0%|          | 0/0 ")
 
 
 async def test_waits_are_said_when_they_take_long(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,14 +94,6 @@ async def test_a_console_that_takes_nothing_stops_no_run() -> None:
             await shown
         with contextlib.suppress(OSError):
             full.close()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (3599, "59m59s"), (3600, "1h00m"), (90000, "1d01h")],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 20), st.integers(0, 50)), min_size=2, max_size=60))

@@ -28,8 +28,3 @@ def test_an_error_has_no_context_of_ours() -> None:
         run_generation(["actor_rollout_ref.model.path=hdfs://host/model", "data.train_files=none.jsonl"])
     assert "download it" in str(found.value)
     assert found.value.__context__ is None
-
-
-async def test_in_a_running_loop_the_other_way_is_named() -> None:
-    with pytest.raises(RuntimeError, match="await rollstream"):
-        run_generation([])
