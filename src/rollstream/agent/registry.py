@@ -74,10 +74,6 @@ class AgentLoops:
             return LoopEntry(loop)
         raise unknown_name("agent loop", name, {*self._entries, *_registered, *_built_in()})
 
-    def is_listed(self, name: str) -> bool:
-        """Whether a loop is known by configuration or comes with rollstream, and not by `register` alone."""
-        return name in self._entries or name not in _registered
-
     def check_options(self, name: str) -> None:
         """Raises `ConfigError` for options that the loop does not take, as far as that shows without an engine."""
         entry = self.entry(name)

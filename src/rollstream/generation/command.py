@@ -24,11 +24,11 @@ from rollstream.config.load import compose, to_settings, to_yaml
 from rollstream.config.settings import Settings
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.generation.logs import log_to_console
-from rollstream.generation.metrics import MetricsServer
 from rollstream.generation.plan import Plan, make_plan, peek_manifest
 from rollstream.generation.progress import ProgressConsole, Waits, format_duration, progress_console
 from rollstream.generation.result import GenerationResult
 from rollstream.generation.run import check_run_directory, generate
+from rollstream.generation.trackers import Reporter
 from rollstream.rollout.setup import launch_request
 from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.extend import check_positions
@@ -178,10 +178,9 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
     manifest = peek_manifest(config)
     with Waits() as waits:
         plan = await make_plan(config, manifest, waits.begin)
-    if (port := plan.settings.generation.metrics_port) is not None:
-        metrics = MetricsServer(port, bytes)  # a port in use would end the run
-        await metrics.start()
-        await metrics.close()
+    reporter = Reporter({}, plan.settings.generation.metrics_port)  # a port in use would end the run
+    await reporter.listen()
+    await reporter.end_server()
     launched = launched_commands(plan.settings, plan.run_dir / "logs")
     capabilities = {} if launched else await _engine_capabilities(plan)
     row = plan.dataset.row(int(plan.dataset.order[0]))

@@ -14,7 +14,6 @@ from rollstream.errors import IdentityMismatchError
 from rollstream.rollout.setup import RolloutSetup, has_tokenizer
 from rollstream.store.manifest import (
     DATASET_IDENTITY,
-    LOOP_IDENTITY,
     SHARD_IDENTITY,
     Manifest,
     extends,
@@ -198,21 +197,11 @@ def adopted_manifest(
 
 def _harmless(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
     """Identity keys whose difference would have changed no rollout that is done."""
-    filtered, truncation, length = (
-        f"{DATASET_IDENTITY}.filter_overlong_prompts",
-        "data.truncation",
-        "rollout.prompt_length",
-    )
-    harmless = set()
+    filtered, length = f"{DATASET_IDENTITY}.filter_overlong_prompts", "rollout.prompt_length"
     # With truncation=error no prompt was cut, so each prompt of a finished rollout is within the old limit.
-    uncut = old.get(truncation) == "error" and not old.get(filtered) and not new.get(filtered)
-    if uncut and new.get(length, 0) >= old.get(length, 0) > 0:
-        harmless |= {truncation, length}
-    return harmless
+    uncut = old.get("data.truncation") == "error" and not old.get(filtered) and not new.get(filtered)
+    return {"data.truncation", length} if uncut and new.get(length, 0) >= old.get(length, 0) > 0 else set()
 
-
-_CODE = ("tools", "multi_turn.interactions")
-"""Identity keys of the user's code, besides agent loops."""
 
 _CONFIG_KEYS = {
     "engine": "actor_rollout_ref.rollout.name",
@@ -257,14 +246,11 @@ def _explained(
             lines.append(f"  {name or key}: {before!r} -> {after!r}")
     if all(map(extends, refused)):
         hint = "If rows were appended, or n grew, generation.resume=extend goes on with them."
-    elif any(key in _CODE or key.startswith(LOOP_IDENTITY) for key, _, _ in refused):
-        hint = (
-            "Finished rollouts were made by the code as it was. With that back in place, the same command goes on, "
-            "and generation.retry_failed=true tries what failed again. For the code as it is now, use another "
-            "--output (trainer.default_local_dir)."
-        )
     else:
-        hint = "Use another --output (trainer.default_local_dir) for the new run, or the old settings to continue."
+        hint = (
+            "Finished rollouts were made by what was before: put it back to continue, or use another --output "
+            "(trainer.default_local_dir) for the new run."
+        )
     return (
         f"{root} holds a run of another identity; nothing was touched. What differs (old -> new):\n"
         + "\n".join(lines)

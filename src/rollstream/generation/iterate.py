@@ -4,13 +4,14 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from rollstream.errors import ConfigError
+from rollstream.generation.plan import InMemory
 from rollstream.generation.run import Config, as_config, in_memory
 from rollstream.generation.run import generate as run
 from rollstream.scratch import ScratchFolder
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 
 AHEAD = 256
 """Some steps of a usual training loop, and some hundred MB of long rollouts at most."""
-_given: WeakSet[Generator[Rollout, None, None]] = WeakSet()
-"""The iterators that may be open still."""
+
+_iterators: WeakSet[Generator[Rollout, None, None]] = WeakSet()
+"""Those that may be open still."""
 
 
 def _close_all() -> None:
-    for rollouts in list(_given):
+    for rollouts in list(_iterators):
         with suppress(ValueError):  # another thread iterates over it
             rollouts.close()
 
@@ -62,7 +64,7 @@ def generate(
     if ahead < 1:
         raise ConfigError(f"ahead must be at least 1 (it is {ahead})")
     rollouts = _generate(config, prompts, reward, ahead)
-    _given.add(rollouts)
+    _iterators.add(rollouts)
     return rollouts
 
 
@@ -72,75 +74,67 @@ def _generate(
     reward: Callable[..., Any] | None,
     ahead: int,
 ) -> Generator[Rollout, None, None]:
-    tree = as_config(config)
-    if not OmegaConf.is_interpolation(tree.trainer, "default_local_dir"):
-        yield from _rollouts(tree, in_memory(tree, prompts, reward), ahead)
-        return
-    with ScratchFolder("run") as folder:
-        tree.trainer.default_local_dir = str(folder.path / "run")
-        yield from _rollouts(tree, in_memory(tree, prompts, reward), ahead)
+    tree: Any = as_config(config)
+    with ExitStack() as stack:
+        if OmegaConf.is_interpolation(tree.trainer, "default_local_dir"):
+            folder = stack.enter_context(ScratchFolder("run"))
+            tree.trainer.default_local_dir = str(folder.path / "run")
+        thread = _RunThread(tree, in_memory(tree, prompts, reward), ahead)
+        stack.callback(thread.close)
+        while (result := thread.take()) is not None:
+            if isinstance(result, BaseException):
+                raise result
+            yield result
 
 
-class _Waiting:
-    """Rollouts that were not taken yet. While there are `ahead` of them, the executor begins none."""
+class _RunThread:
+    """A run in a thread, and its rollouts that were not taken yet: while `ahead` wait, the executor begins none."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, ahead: int) -> None:
-        self._loop = loop
+    def __init__(self, tree: DictConfig, given: InMemory, ahead: int) -> None:
         self._ahead = ahead
         self._rollouts: queue.SimpleQueue[Rollout | BaseException | None] = queue.SimpleQueue()
         self._executor: Executor | None = None
-
-    def attach(self, executor: "Executor") -> None:
-        """Takes what begins the rollouts. From the run's thread, as `put` is."""
-        self._executor = executor
-
-    def put(self, rollout: Rollout) -> None:
-        self._rollouts.put(rollout)
-        self._pause_or_resume()
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Nothing comes any more."""
-        self._rollouts.put(error)
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(
+            run(tree, given=given, on_rollout=self._put, on_executor=self._attach)
+        )
+        self._thread = threading.Thread(target=self._work, name="rollstream-generate", daemon=True)
+        self._thread.start()
 
     def take(self) -> Rollout | BaseException | None:
-        """Waits for the next one; an error, or None, is the end. From the thread that iterates."""
+        """Waits for the next rollout; an error, or None, is the end. From the thread that iterates."""
         taken = self._rollouts.get()
         if self._rollouts.qsize() < self._ahead:
             self._loop.call_soon_threadsafe(self._pause_or_resume)
         return taken
+
+    def close(self) -> None:
+        """Ends the run, and its engine."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join()
+        self._loop.close()
+
+    def _work(self) -> None:
+        end: BaseException | None = None
+        try:
+            self._loop.run_until_complete(self._task)
+        except BaseException as error:
+            end = error
+        try:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        finally:
+            self._rollouts.put(end)
+
+    def _attach(self, executor: "Executor") -> None:
+        self._executor = executor
+
+    def _put(self, rollout: Rollout) -> None:
+        self._rollouts.put(rollout)
+        self._pause_or_resume()
 
     def _pause_or_resume(self) -> None:
         if self._executor is not None:
             full = self._rollouts.qsize() >= self._ahead
             if full != self._executor.paused:
                 self._executor.paused = full
-
-
-def _rollouts(tree: Any, given: Any, ahead: int) -> Generator[Rollout, None, None]:
-    loop = asyncio.new_event_loop()
-    waiting = _Waiting(loop, ahead)
-    task = loop.create_task(run(tree, given=given, on_rollout=waiting.put, on_executor=waiting.attach))
-
-    def work() -> None:
-        error: BaseException | None = None
-        try:
-            loop.run_until_complete(task)
-        except BaseException as ended:
-            error = ended
-        try:
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        finally:
-            waiting.end(error)
-
-    thread = threading.Thread(target=work, name="rollstream-generate", daemon=True)
-    thread.start()
-    try:
-        while (one := waiting.take()) is not None:
-            if isinstance(one, BaseException):
-                raise one
-            yield one
-    finally:
-        if thread.is_alive():
-            loop.call_soon_threadsafe(task.cancel)
-        thread.join()
-        loop.close()

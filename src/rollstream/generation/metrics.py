@@ -7,20 +7,17 @@ out.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from aiohttp import web
 from prometheus_client import Histogram
 
 from rollstream.engine.base import EngineLoad
-from rollstream.errors import ConfigError
 from rollstream.generation.progress import Snapshot
-from rollstream.metrics_text import CONTENT_TYPE, family, metrics_page
+from rollstream.metrics_text import family, metrics_page
 from rollstream.store.records import EncodedRollout, RolloutFacts, rollout_facts
 from rollstream.trajectory import Failure, Rollout, failure_cause
-from rollstream.web import Request, Route, WebServer
 
 MOST_NAMES = 16
 """Data sources, and kinds of failures, that are told apart: more make no chart that anybody reads, and a
@@ -43,9 +40,6 @@ _TOKEN_BOUNDS = tuple(float(2**power) for power in range(5, 18))
 
 _SECOND_BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 """Seconds of a rollout: from a small model's single turn to an agent's hour."""
-
-_LAST_ANSWERS_S = 1.0
-"""For scrapes to get their answers when the run ends."""
 
 
 @dataclass(slots=True)
@@ -245,31 +239,3 @@ class RunMetrics:
 
 def _one_of_few(name: str, known: Any) -> str:
     return name if name in known or len(known) < MOST_NAMES else OTHER
-
-
-class MetricsServer:
-    """Answers `GET /metrics` on 127.0.0.1.
-
-    Args:
-        port: 0 takes a free one.
-        page: what is answered; takes microseconds, and is made in the run's own event loop.
-    """
-
-    def __init__(self, port: int, page: Callable[[], bytes]) -> None:
-        self._port = port
-        self._page = page
-        self._server = WebServer([Route("GET", "/metrics", self._answer)])
-
-    async def start(self) -> str:
-        """Begins to listen; returns the URL. Raises `ConfigError` when the port cannot be used."""
-        try:
-            return f"{await self._server.start('127.0.0.1', self._port)}/metrics"
-        except ConfigError as error:
-            raise ConfigError(f"generation.metrics_port={self._port}: {error}") from error
-
-    async def close(self) -> None:
-        """Ends. May be called twice."""
-        await self._server.stop(_LAST_ANSWERS_S)
-
-    async def _answer(self, request: Request) -> web.Response:
-        return web.Response(body=self._page(), headers={"Content-Type": CONTENT_TYPE})

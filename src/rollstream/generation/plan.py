@@ -15,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 
 import rollstream
 from rollstream import plugins
-from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.tool_schema import schema_digest, schema_json, with_row_tools
 from rollstream.config.load import to_settings, to_stored_yaml
 from rollstream.config.settings import RewardSettings, Settings
@@ -329,7 +328,7 @@ def _make_plan(config: DictConfig, setup: RolloutSetup, dataset: PromptDataset, 
             ", ".join(loop_names),
         )
     if runs_in_workers(settings):
-        _check_known_to_workers(setup, dataset, loop_names)
+        _check_known_to_workers(setup, dataset)
     shown = [agents.prompt_tools(name, show_tools=show_tools) for name in loop_names]
     overlong = None
     if settings.data.filter_overlong_prompts:
@@ -496,35 +495,19 @@ def runs_in_workers(settings: Settings) -> bool:
     return settings.generation.executor == "ray" or settings.generation.processes > 1
 
 
-def _check_known_to_workers(setup: RolloutSetup, dataset: PromptDataset, loop_names: Sequence[str]) -> None:
-    """Refuses what a decorator has registered in this process: workers are processes of their own.
+def _check_known_to_workers(setup: RolloutSetup, dataset: PromptDataset) -> None:
+    """Refuses rules that a decorator has registered in this process: other processes would leave rows unscored.
 
     Raises:
         ConfigError: naming the setting by which workers know it, too.
     """
-    parser = setup.settings.actor_rollout_ref.rollout.multi_turn.format
-    unknown = [
-        (
-            f"agent loop {name!r} (@register)",
-            "name it in actor_rollout_ref.rollout.agent.agent_loop_config_path",
-        )
-        for name in loop_names
-        if not setup.agents.loops.is_listed(name)
-    ]
-    if isinstance(setup.reward, RuleReward):
-        unknown += [
-            (f"the reward of data source {source!r} (@register_reward)", "set custom_reward_function.path")
-            for source in dataset.data_sources()
-            if (rule := find_rule(source)) is not None and not _is_ours(rule.function)
-        ]
-    if parser and not _is_ours(type(get_parser(parser))):
-        unknown.append((f"tool parser {parser!r} (@register_parser)", "run in one process"))
-    for what, instead in unknown:
-        raise ConfigError(
-            f"{what} is known in this process only, and generation.executor=ray and generation.processes run "
-            f"rollouts in others: {instead}"
-        )
-
-
-def _is_ours(code: Any) -> bool:
-    return str(code.__module__).startswith("rollstream.")
+    if not isinstance(setup.reward, RuleReward):
+        return
+    for source in dataset.data_sources():
+        rule = find_rule(source)
+        if rule is not None and not rule.function.__module__.startswith("rollstream."):
+            raise ConfigError(
+                f"the reward of data source {source!r} (@register_reward) is known in this process only, and "
+                "generation.executor=ray and generation.processes run rollouts in others: set "
+                "custom_reward_function.path"
+            )

@@ -23,13 +23,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from aiohttp import web
+
 from rollstream import plugins
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.load import ask_load
-from rollstream.generation.metrics import MetricsServer, RunMetrics
+from rollstream.errors import ConfigError
+from rollstream.generation.metrics import RunMetrics
 from rollstream.generation.progress import RateMeter, Snapshot
+from rollstream.metrics_text import CONTENT_TYPE
 from rollstream.redaction import redact
 from rollstream.store.manifest import Manifest
+from rollstream.web import Request, Route, WebServer
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +51,9 @@ FLUSH_S = 60.0
 
 FLUSH_STOPPED_S = 10.0
 """The same when a person or a scheduler waits for the process to end."""
+
+_LAST_ANSWERS_S = 1.0
+"""For scrapes to get their answers when the run ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +254,8 @@ class Reporter:
         self.threads: dict[str, TrackerThread] = {}
         """Of the trackers, once they are opened."""
         self._trackers = trackers
-        self._server = None if metrics_port is None else MetricsServer(metrics_port, self._page)
+        self._port = metrics_port
+        self._server = WebServer([Route("GET", "/metrics", self._answer)])
         self._every = every
         self._observe: Callable[[], Snapshot] | None = None
         self._load: EngineLoad | None = None
@@ -257,8 +266,12 @@ class Reporter:
 
     async def listen(self) -> None:
         """Begins to answer scrapes, if asked for. Raises `ConfigError` when the port cannot be used."""
-        if self._server is not None:
-            logger.info("metrics for Prometheus: %s", await self._server.start())
+        if self._port is not None:
+            try:
+                url = await self._server.start("127.0.0.1", self._port)
+            except ConfigError as error:
+                raise ConfigError(f"generation.metrics_port={self._port}: {error}") from error
+            logger.info("metrics for Prometheus: %s/metrics", url)
 
     def begin(self, run: TrackedRun, created: str) -> None:
         """Opens the trackers; waits for none.
@@ -284,7 +297,7 @@ class Reporter:
         try:
             while True:
                 await asyncio.sleep(self._every)
-                if self._trackers or self._server is not None:
+                if self._trackers or self._port is not None:
                     self._load = await ask_load(engine)
                 self._report(observe())
         finally:
@@ -329,8 +342,7 @@ class Reporter:
 
     async def end_server(self) -> None:
         """Answers scrapes no more. May be called twice."""
-        if self._server is not None:
-            await self._server.close()
+        await self._server.stop(_LAST_ANSWERS_S)
 
     def _report(self, snapshot: Snapshot) -> None:
         self._last = snapshot
@@ -340,5 +352,7 @@ class Reporter:
         for thread in self.threads.values():
             thread.report(metrics, step=max(0, int(time.time() - self._created)))
 
-    def _page(self) -> bytes:
-        return self.metrics.page(self._last if self._observe is None else self._observe(), self._load)
+    async def _answer(self, request: Request) -> web.Response:
+        snapshot = self._last if self._observe is None else self._observe()
+        page = self.metrics.page(snapshot, self._load)
+        return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE})

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from rollstream.generation.plan import make_plan, manifest_for, peek_manifest
 from rollstream.rollout.setup import RolloutSetup, build_setup, launches_on_ray, load_agents
 from rollstream.scratch import ScratchFolder
 from rollstream.sessions.service import LOOP, SessionService, render_error, translate
-from rollstream.sessions.sinks import BufferSink, RunSink
+from rollstream.sessions.sinks import BufferSink, RunSink, SessionRows
 from rollstream.stderr_log import log_to_stderr
 from rollstream.stop_signals import StoppedEarly, StopSignals, stop_signals
 from rollstream.store.manifest import Manifest
@@ -88,8 +88,7 @@ def run(options: argparse.Namespace) -> int:
             "--public-url: others reach it, its /v1 too: give a --token-file, or let everybody in with --insecure"
         )
     log_to_stderr()
-    given = read_config(options)
-    asyncio.run(_run(given, options))
+    asyncio.run(_run(read_config(options), options))
     return 0
 
 
@@ -137,34 +136,25 @@ async def _serve(
     setup, dataset, manifest = await signals.unless_stopped(_prepare(given, options.weights))
     stack.push_async_callback(setup.close)
     settings = setup.settings
+    generation = settings.generation
+    rows = SessionRows(dataset, settings.data.prompt_key, settings.data.ground_truth_key)
     sink: RunSink | BufferSink
     if options.buffer is None:
         root = await _open_run(stack, given, setup, manifest)
-        sink = RunSink(
-            root,
-            StoreWriter(
-                root,
-                save_batch_size=settings.generation.save_batch_size,
-                pull_timeout=settings.generation.pull_timeout,
-            ),
-            dataset=dataset,
-            retry_failed=settings.generation.retry_failed,
-            prompt_column=settings.data.prompt_key,
-            truth_column=settings.data.ground_truth_key,
-        )
+        size, timeout = generation.save_batch_size, generation.pull_timeout
+        writer = StoreWriter(root, save_batch_size=size, pull_timeout=timeout)
+        sink = RunSink(root, writer, rows, retry_failed=generation.retry_failed)
         stack.push_async_callback(_merge, root, sink, signals)
         stack.push_async_callback(sink.close)
         await sink.start()
         log_dir = root.paths.logs
     else:
-        client = await stack.enter_async_context(_client(options.buffer))
-        sink = BufferSink(
-            client,
-            task_type=options.task_type,
-            dataset=dataset,
-            prompt_column=settings.data.prompt_key,
-            truth_column=settings.data.ground_truth_key,
-        )
+        try:
+            client = AsyncBufferClient(options.buffer, give_up_after=_BUFFER_S)
+        except ValueError as error:
+            raise ConfigError(f"--buffer: {error}") from error
+        await stack.enter_async_context(client)
+        sink = BufferSink(client, rows, task_type=options.task_type)
         scratch = ScratchFolder("gateway")
         stack.callback(scratch.cleanup)
         log_dir = scratch.path
@@ -286,22 +276,10 @@ async def _open_run(
     """Opens the run directory. Raises `RunDirectoryError`."""
     settings = setup.settings
     path = Path(settings.trainer.default_local_dir).expanduser()
-    opened: Callable[[], RunDirectory] = lambda: open_run(  # noqa: E731
-        lock_run(path),
-        path,
-        manifest,
-        config_yaml=to_stored_yaml(given),
-        fresh=False,
-        tokenizer=setup.tokenizer.to_json(),
+    tokenizer, text = setup.tokenizer.to_json(), to_stored_yaml(given)
+    run = await in_daemon_thread(
+        lambda: open_run(lock_run(path), path, manifest, config_yaml=text, fresh=False, tokenizer=tokenizer)
     )
-    run = await in_daemon_thread(opened)
     stack.callback(run.close)
     stack.enter_context(log_to_file(run.paths.logs, settings.generation.log_level))
     return run
-
-
-def _client(url: str) -> AsyncBufferClient:
-    try:
-        return AsyncBufferClient(url, give_up_after=_BUFFER_S)
-    except ValueError as error:
-        raise ConfigError(f"--buffer: {error}") from error

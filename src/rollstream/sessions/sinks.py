@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,32 +36,40 @@ _PASSING = (401, 403, 404, 405, 409)
 """A buffer's refusals that say nothing about the item."""
 
 
-def read_row(
-    asked: CreateSession, dataset: PromptDataset | None, prompt_column: str, truth_column: str | None
-) -> PromptRow:
-    """The prompt row of a session. Raises `HTTPError`."""
-    if dataset is not None:
-        if asked.row is not None:
-            raise HTTPError(400, "the rows are those of data.train_files: give instance_id", where="row")
-        number = asked.instance_id
-        if type(number) is not int or not 0 <= number < len(dataset):
-            text = (
-                f"instance_id is a row of data.train_files, from 0 to {len(dataset) - 1}, not {number!r:.50}"
-            )
-            raise HTTPError(404, text, "not_found", "instance_id")
+@dataclass(frozen=True, slots=True)
+class SessionRows:
+    """The prompt rows of sessions."""
+
+    dataset: PromptDataset | None
+    """Rows that sessions name; None: they come along."""
+    prompt_column: str = "prompt"
+    """Of rows that come along."""
+    truth_column: str | None = None
+    """Of the same, as of `parse_row`."""
+
+    def read(self, asked: CreateSession) -> PromptRow:
+        """The prompt row of a session. Raises `HTTPError`."""
+        if self.dataset is not None:
+            if asked.row is not None:
+                raise HTTPError(400, "the rows are those of data.train_files: give instance_id", where="row")
+            number, last = asked.instance_id, len(self.dataset) - 1
+            if type(number) is not int or not 0 <= number <= last:
+                text = f"instance_id is a row of data.train_files, from 0 to {last}, not {number!r:.50}"
+                raise HTTPError(404, text, "not_found", "instance_id")
+            try:
+                return self.dataset.row(number)
+            except DataError as error:
+                raise HTTPError(400, str(error), where="instance_id") from error
+        if asked.row is None:
+            raise HTTPError(400, "the row is missing, as a line of a prompt file has it", where="row")
         try:
-            return dataset.row(number)
-        except DataError as error:
-            raise HTTPError(400, str(error), where="instance_id") from error
-    if asked.row is None:
-        raise HTTPError(400, "the row is missing, as a line of a prompt file has it", where="row")
-    try:
-        row, _ = parse_row(orjson.loads(orjson.dumps(asked.row)), 0, prompt_column, truth_column)
-    except BadRow as error:
-        raise HTTPError(400, f"row: {error}", where="row") from error
-    if row.images:
-        raise HTTPError(400, "the row names images, which nobody reads: send them in calls", where="row")
-    return row
+            columns = orjson.loads(orjson.dumps(asked.row))
+            row, _ = parse_row(columns, 0, self.prompt_column, self.truth_column)
+        except BadRow as error:
+            raise HTTPError(400, f"row: {error}", where="row") from error
+        if row.images:
+            raise HTTPError(400, "the row names images, which nobody reads: send them in calls", where="row")
+        return row
 
 
 class RunSink:
@@ -72,25 +81,16 @@ class RunSink:
     Args:
         run: open.
         writer: to it, not started; this starts and closes it.
-        dataset: its rows; None: they come along.
+        rows: of the sessions.
         retry_failed: also sessions that name no row take rollouts that failed earlier.
-        prompt_column: of rows that come along.
-        truth_column: of the same, as of `parse_row`.
     """
 
     def __init__(
-        self,
-        run: RunDirectory,
-        writer: StoreWriter,
-        *,
-        dataset: PromptDataset | None,
-        retry_failed: bool = False,
-        prompt_column: str = "prompt",
-        truth_column: str | None = None,
+        self, run: RunDirectory, writer: StoreWriter, rows: SessionRows, *, retry_failed: bool = False
     ) -> None:
         self.writer = writer
-        self._run, self._dataset = run, dataset
-        self._prompt_column, self._truth_column = prompt_column, truth_column
+        dataset = rows.dataset
+        self._run, self._session_rows, self._dataset = run, rows, dataset
         self._n, self._keys = run.manifest.n, run.state.keys
         self._taken: set[RolloutKey] = set()
         self._ids: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -141,7 +141,7 @@ class RunSink:
                 raise HTTPError(409, "every rollout of the run is done, failed or open", "all_done")
             row = self._dataset.row(key.index)
         else:
-            row = read_row(asked, self._dataset, self._prompt_column, self._truth_column)
+            row = self._session_rows.read(asked)
             if self._dataset is None:
                 row.index = self._indices.get(row.prompt_key, self._next)
             elif not self._visited[row.index]:
@@ -213,31 +213,20 @@ class BufferSink:
     Args:
         client: of the buffer; gives up soon.
         task_type: of the items; None: of the job that was started last.
-        dataset: rows that sessions name; None: they come along.
-        prompt_column: of those.
-        truth_column: of those, as of `parse_row`.
+        rows: of the sessions.
     """
 
-    def __init__(
-        self,
-        client: AsyncBufferClient,
-        *,
-        task_type: str | None = None,
-        dataset: PromptDataset | None = None,
-        prompt_column: str = "prompt",
-        truth_column: str | None = None,
-    ) -> None:
-        self._client, self._task_type = client, task_type
-        self._dataset, self._prompt_column, self._truth_column = dataset, prompt_column, truth_column
+    def __init__(self, client: AsyncBufferClient, rows: SessionRows, *, task_type: str | None = None) -> None:
+        self._client, self._rows, self._task_type = client, rows, task_type
 
     def place(self, id: str, asked: CreateSession) -> Place:
         """See `Sink`. Seeds, where the run has one, are made of the session's id."""
-        row = read_row(asked, self._dataset, self._prompt_column, self._truth_column)
+        row, dataset = self._rows.read(asked), self._rows.dataset
         names = [row.columns.get("instance_id"), asked.instance_id, row.prompt_key]
-        if self._dataset is None and asked.instance_id is not None:
+        if dataset is None and asked.instance_id is not None:
             names = [asked.instance_id]
         instance_id = next(name for name in names if type(name) in (int, str) and name != "")
-        row.index, repeat = (row.index, _seed(id)) if self._dataset is not None else (_seed(id), 0)
+        row.index, repeat = (row.index, _seed(id)) if dataset is not None else (_seed(id), 0)
         return Place(row, repeat, instance_id)
 
     def free(self, place: Place) -> None:

@@ -99,15 +99,6 @@ def test_secrets_are_refused_and_not_repeated(word: str, more: tuple[str, ...]) 
     assert "hush" not in str(raised.value)
 
 
-def test_what_only_sounds_like_a_secret_is_taken() -> None:
-    args = (
-        "{long_prefill_token_threshold: 9, ssl_keyfile: /x, hf_token: true, return_tokens_as_token_ids: true}"
-    )
-    env = "{TOKENIZERS_PARALLELISM: 1, HF_TOKEN: null}"
-    words = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.launch.args={args}", f"{ROLLOUT}.launch.env={env}")
-    assert launch_request(settings(*words)) is not None
-
-
 RAY = "generation.executor=ray"
 AUTO = "ray_kwargs.ray_init.address=auto"
 

@@ -83,15 +83,6 @@ def test_a_loop_that_needs_tools_is_refused_without_any() -> None:
         with_tools.check({"tool_agnt"}, demo_tokenizer(), show_tools=True, images=False)
 
 
-def test_a_template_without_a_role_for_results_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    made = Agents(AgentLoops(), ToolBox([class_tool(Recorder)]), Interactions())
-    with caplog.at_level(logging.WARNING):
-        made.check({"tool_agent"}, demo_tokenizer(), show_tools=True, images=False)
-        assert not caplog.messages
-        made.check({"tool_agent"}, load("gemma"), show_tools=False, images=False)
-    assert "no role for tool results" in caplog.text
-
-
 def test_a_template_by_which_results_cannot_follow_a_call_is_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -127,9 +118,6 @@ class Program(AgentLoop):
             [rollout("agent.default_agent_loop", "single_turn")],
             "unknown agent loop 'single_turn'; did you mean 'single_turn_agent'",
         ),
-        ([rollout("agent.agent_loop_config_path", "none.yaml")], "no such file: none.yaml"),
-        ([rollout("multi_turn.tool_config_path", "none.yaml")], "none.yaml"),
-        ([rollout("multi_turn.function_tool_path", "none.py")], "no such file: none.py"),
         ([rollout("multi_turn.interaction_config_path", "none.yaml")], "no such file: none.yaml"),
         (["actor_rollout_ref.model.path=null"], "model.path is not set"),
         ([rollout("name", "openvin")], "did you mean 'openvino'"),
@@ -138,32 +126,6 @@ class Program(AgentLoop):
 def test_mistakes_are_named_at_start(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         agents(*words)
-
-
-def test_limits_and_files_reach_the_toolbox(tmp_path: Path) -> None:
-    (tmp_path / "tools.py").write_text(FUNCTIONS)
-    (tmp_path / "loops.py").write_text(LOOPS)
-    (tmp_path / "loops.yaml").write_text("- {name: mine, _target_: 'loops.py:Mine'}")
-    (tmp_path / "partners.yaml").write_text(
-        "interaction: [{name: p, class_name: rollstream.agent.interactions.Interaction}]"
-    )
-    made = agents(
-        rollout("agent.agent_loop_config_path", tmp_path / "loops.yaml"),
-        rollout("agent.default_agent_loop", "mine"),
-        rollout("multi_turn.function_tool_path", tmp_path / "tools.py"),
-        rollout("multi_turn.interaction_config_path", tmp_path / "partners.yaml"),
-        rollout("multi_turn.interaction_timeout", 3),
-        rollout("multi_turn.tool_timeout", 4),
-        rollout("multi_turn.max_tool_response_length", 5),
-        rollout("multi_turn.max_parallel_calls", 6),
-        rollout("multi_turn.tool_response_truncate_side", "left"),
-    )
-    assert [schema["function"]["name"] for schema in made.tools.schemas] == ["add"]
-    limits = made.tools.limits
-    assert (limits.timeout, limits.max_response_length, limits.max_parallel_calls) == (4.0, 5, 6)
-    assert limits.truncate_side == "left"
-    assert (list(made.interactions.by_name), made.interactions.timeout) == (["p"], 3.0)
-    made.check({"mine"}, demo_tokenizer(), show_tools=True, images=False)
 
 
 def test_the_identity_is_of_loops_that_are_used(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ async def _generate(
             progress.add(result)
 
         executor = Executor(
-            BufferSink(client, plan, rows, _text(data, "task_type")),
+            JobSink(client, plan, rows, _text(data, "task_type")),
             LocalBackend(replace(built, run=order.run)),
             load_row=rows.row,
             max_in_flight=in_flight_limit(settings),
@@ -417,7 +417,7 @@ class EpochOrder:
             self._changed = asyncio.Event()
 
 
-class BufferSink:
+class JobSink:
     """Writes results to the buffer."""
 
     def __init__(self, client: AsyncBufferClient, plan: JobPlan, rows: Rows, task_type: str) -> None:
