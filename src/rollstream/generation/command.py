@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import orjson
+import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, OmegaConf
 
 from rollstream.config.load import compose, to_settings, to_yaml
@@ -257,33 +258,16 @@ async def _engine_capabilities(plan: Plan) -> dict[str, Any]:
 
 
 def _dry_run_text(report: Mapping[str, Any]) -> str:
-    """The report for a person: without digests and messages, and of a long prompt its two ends."""
+    """The report for a person, as YAML: without digests and messages, and of a long prompt its two ends."""
     shown = {key: value for key, value in report.items() if key not in ("identity", "first_prompt")}
     prompt = shown.pop("first_prompt_text")
     if len(prompt) > _PROMPT_SHOWN:
         prompt = f"{prompt[: _PROMPT_SHOWN // 2]}\n… (--json shows all) …\n{prompt[-_PROMPT_SHOWN // 2 :]}"
     shown["would_differ"] = [f"{key}: {old!r} -> {new!r}" for key, old, new in shown["would_differ"]]
-    shown["launch"] = [
-        " ".join(
-            [
-                f"where={one['where']} devices={','.join(one['devices']) or 'none'}:",
-                *(f"{name}={shlex.quote(value)}" for name, value in one["env"].items()),
-                shlex.join(one["command"]),
-            ]
-        )
-        for one in shown["launch"]
-    ]
+    shown["launch"] = [{**replica, "command": shlex.join(replica["command"])} for replica in shown["launch"]]
     shown["first_prompt"] = prompt.splitlines()
-    lines = []
-    for key, value in shown.items():
-        if isinstance(value, Mapping):
-            value = [f"{name}: {one}" for name, one in value.items()]
-        label = key.replace("_", " ")
-        if isinstance(value, list):
-            lines += [f"{label}:", *(f"  {one}" for one in value)] if value else []
-        elif value is not None:
-            lines.append(f"{label}: {value}")
-    return "\n".join(lines) + "\n"
+    plain = orjson.loads(_json({key: value for key, value in shown.items() if value not in (None, [])}))
+    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=2**16))
 
 
 async def _refuse_like_a_run(plan: Plan, manifest: Manifest | None) -> None:

@@ -5,12 +5,13 @@ Names for trackers are `group/name`; units stand in the name, or in `docs/tracki
 out.
 """
 
-import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 from prometheus_client import Histogram
 
 from rollstream.engine.base import EngineLoad
@@ -40,43 +41,6 @@ _TOKEN_BOUNDS = tuple(float(2**power) for power in range(5, 18))
 
 _SECOND_BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 """Seconds of a rollout: from a small model's single turn to an agent's hour."""
-
-
-@dataclass(slots=True)
-class Moments:
-    """Count, mean, deviation, largest of a stream of numbers, by Welford's method: no cancellation."""
-
-    count: int = 0
-    mean: float = 0.0
-    largest: float = -math.inf
-    _squares: float = 0.0
-    """Sum of squared distances from the mean."""
-
-    def add(self, value: float) -> None:
-        """Counts a value; one that is not finite counts as none."""
-        if not math.isfinite(value):
-            return
-        self.count += 1
-        distance = value - self.mean
-        self.mean += distance / self.count
-        self._squares += distance * (value - self.mean)
-        self.largest = max(self.largest, value)
-
-    @property
-    def std(self) -> float:
-        """Deviation of these values themselves (divided by their number), 0 of a single one."""
-        return math.sqrt(max(0.0, self._squares) / self.count) if self.count else 0.0
-
-
-@dataclass(slots=True)
-class _Window:
-    """What was counted since trackers were told last."""
-
-    rewards: Moments = field(default_factory=Moments)
-    by_source: dict[str, Moments] = field(default_factory=dict)
-    lengths: Moments = field(default_factory=Moments)
-    at_limit: int = 0
-    seconds: Moments = field(default_factory=Moments)
 
 
 class RunMetrics:
@@ -111,7 +75,8 @@ class RunMetrics:
             registry=None,
         )
         self._sources: set[str] = set()
-        self._window = _Window()
+        self._window: list[tuple[RolloutFacts, float | None]] = []
+        """Rollouts since trackers were told last, with their rewards: seconds of a run."""
 
     def add(self, rollout: Rollout | EncodedRollout) -> None:
         """Counts a completed rollout."""
@@ -124,27 +89,20 @@ class RunMetrics:
             tokens = sum(sum(one.response_mask) for one in rollout.trajectories)
             calls = sum(int(one.metrics.tool_calls) for one in rollout.trajectories)
             errors = sum(int(one.metrics.tool_errors) for one in rollout.trajectories)
-        window = self._window
+        self._window.append((facts, reward))
         self.completed += 1
         self.tokens += tokens
         self.tool_calls += calls
         self.tool_errors += errors
         for length in facts.response_lengths:
             self._lengths.observe(length)
-            window.lengths.add(length)
         self._at_limit += facts.at_limit
-        window.at_limit += facts.at_limit
         self._seconds.observe(facts.seconds)
-        window.seconds.add(facts.seconds)
         low, high = self.versions or facts.versions
         self.versions = min(low, facts.versions[0]), max(high, facts.versions[1])
         if reward is not None:
             self._scored += 1
             self._reward_sum += reward
-            window.rewards.add(reward)
-            source = _one_of_few(facts.data_source, self._sources)
-            self._sources.add(source)
-            window.by_source.setdefault(source, Moments()).add(reward)
 
     def add_failure(self, failure: Failure) -> None:
         """Counts a rollout that failed."""
@@ -164,24 +122,31 @@ class RunMetrics:
             rates: rollouts per second, sampled tokens per second.
             load: of the engine.
         """
-        window, self._window = self._window, _Window()
+        window, self._window = self._window, []
         told: dict[str, float] = {
             **self._values(snapshot, load),
             "rate/rollouts_per_second": rates[0],
             "rate/tokens_per_second": rates[1],
             **{f"failures/{kind}": count for kind, count in self.failures.items()},
         }
-        if window.rewards.count:
-            told["reward/mean"], told["reward/std"] = window.rewards.mean, window.rewards.std
-            told["reward/scored"] = window.rewards.count
-            told |= {f"reward/{name}/mean": one.mean for name, one in window.by_source.items() if one.count}
-        if window.lengths.count:
-            told["response/length_mean"] = window.lengths.mean
-            told["response/length_max"] = window.lengths.largest
-            told["response/share_at_limit"] = window.at_limit / window.lengths.count
-        if window.seconds.count:
-            told["rollout/seconds_mean"] = window.seconds.mean
-            told["rollout/seconds_max"] = window.seconds.largest
+        by_source: dict[str, list[float]] = {}
+        for facts, reward in window:
+            if reward is not None:
+                source = _one_of_few(facts.data_source, self._sources)
+                self._sources.add(source)
+                by_source.setdefault(source, []).append(reward)
+        if rewards := [reward for source in by_source.values() for reward in source]:
+            told |= {
+                "reward/mean": fmean(rewards),
+                "reward/std": float(np.std(rewards)),
+                "reward/scored": len(rewards),
+            }
+            told |= {f"reward/{source}/mean": fmean(values) for source, values in by_source.items()}
+        if lengths := [length for facts, _ in window for length in facts.response_lengths]:
+            told["response/length_mean"], told["response/length_max"] = fmean(lengths), max(lengths)
+            told["response/share_at_limit"] = sum(facts.at_limit for facts, _ in window) / len(lengths)
+        if seconds := [facts.seconds for facts, _ in window]:
+            told["rollout/seconds_mean"], told["rollout/seconds_max"] = fmean(seconds), max(seconds)
         return told
 
     def page(self, snapshot: Snapshot | None, load: EngineLoad | None) -> bytes:

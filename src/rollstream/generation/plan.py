@@ -17,7 +17,7 @@ import rollstream
 from rollstream import plugins
 from rollstream.chat.tool_schema import schema_digest, schema_json, with_row_tools
 from rollstream.config.load import to_settings, to_stored_yaml
-from rollstream.config.settings import RewardSettings, Settings
+from rollstream.config.settings import Settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.first_look import LOOKED_AT, first_look
 from rollstream.data.prompts import (
@@ -39,7 +39,7 @@ from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
 from rollstream.generation.trackers import check_trackers
 from rollstream.memory import check_memory
-from rollstream.reward.base import FunctionReward
+from rollstream.reward.custom import reward_of_function
 from rollstream.reward.rules import RuleReward, find_rule
 from rollstream.rollout.setup import RolloutSetup, build_setup, has_tokenizer, launches_on_ray, load_agents
 from rollstream.store.export.dataproto import ImageInputs
@@ -222,8 +222,8 @@ class InMemory:
     """What a caller in Python gives instead of files."""
 
     prompts: RowSource | None = None
-    reward: Callable[[RewardSettings], FunctionReward] | None = None
-    """Makes the reward, by the settings that are left to configure."""
+    reward: Callable[..., Any] | None = None
+    """As in `custom_reward_function.path`."""
 
     def check(self, settings: Settings) -> None:
         """Raises `ConfigError` where others than this process would have to know it."""
@@ -280,7 +280,9 @@ async def make_plan(
     check_exports(settings.generation.export, has_ids=has_ids)
     if has_ids:
         say("loading the tokenizer")
-    reward = None if given.reward is None else given.reward(settings.custom_reward_function)
+    reward, how = None, settings.custom_reward_function
+    if given.reward is not None:
+        reward = reward_of_function(given.reward, how.reward_kwargs, how.timeout, how.max_concurrency)
     setup = await build_setup(settings, agents, shows_images=dataset.has_images(), reward=reward)
     return await in_daemon_thread(_make_plan, config, setup, dataset, say)
 

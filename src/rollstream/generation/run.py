@@ -22,7 +22,6 @@ from rich.console import Console
 
 from rollstream.aio import finish_despite_cancellation
 from rollstream.config.load import compose
-from rollstream.config.settings import RewardSettings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.sources import ObjectRows
 from rollstream.errors import ConfigError, RewardError, RunDirectoryError, StorageError
@@ -34,7 +33,6 @@ from rollstream.generation.result import GenerationResult
 from rollstream.generation.trackers import Reporter, TrackedRun, load_trackers, tracked_run
 from rollstream.generation.upload import upload_trajectories
 from rollstream.reward.base import FunctionReward
-from rollstream.reward.custom import reward_of_function
 from rollstream.rollout.executor import Executor, FailureStreak, WindowCounters
 from rollstream.rollout.replay import ScoreReport, score_run
 from rollstream.rollout.setup import in_flight_limit
@@ -120,13 +118,7 @@ def in_memory(
     if isinstance(prompts, str):
         raise ConfigError(f"prompts: a list of rows or texts, not the text {prompts!r}")
     rows = None if prompts is None else ObjectRows(prompts, "prompts", str(config.data.prompt_key))
-
-    def make_reward(settings: RewardSettings) -> FunctionReward:
-        assert reward is not None
-        kwargs, seconds = settings.reward_kwargs, settings.timeout
-        return reward_of_function(reward, kwargs, seconds, settings.max_concurrency)
-
-    return InMemory(rows, None if reward is None else make_reward)
+    return InMemory(rows, reward)
 
 
 def as_config(config: Config) -> DictConfig:
