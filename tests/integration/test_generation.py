@@ -268,8 +268,7 @@ def test_a_loop_that_always_raises_stops_the_run_and_is_mended_in_place(
 
 
 def test_what_differs_is_named_by_file_and_setting(tmp_path: Path, sums: Path, stub: dict[str, Any]) -> None:
-    run_dir = tmp_path / "run"
-    given = config(run_dir, sums, **stub)
+    given = config(tmp_path / "run", sums, **stub)
     run_generation(given)
     given["data"]["max_prompt_length"] = 30
     write_sums(sums, PAIRS[:-1])
