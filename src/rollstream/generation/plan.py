@@ -3,7 +3,7 @@
 import importlib.metadata
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,14 +35,14 @@ from rollstream.engine.ray_package import import_ray
 from rollstream.engine.registry import engine_kind
 from rollstream.errors import ConfigError, DataError
 from rollstream.generation.export_images import RunImages
-from rollstream.generation.exports import check_exports
 from rollstream.generation.identity import build_identity
 from rollstream.generation.trackers import check_trackers
 from rollstream.memory import check_memory
 from rollstream.reward.custom import reward_of_function
 from rollstream.reward.rules import RuleReward, find_rule
 from rollstream.rollout.setup import RolloutSetup, build_setup, has_tokenizer, launches_on_ray, load_agents
-from rollstream.store.export.dataproto import ImageInputs
+from rollstream.store.export.dataproto import ImageInputs, check_packages
+from rollstream.store.export.format import export_format
 from rollstream.store.manifest import LOOP_IDENTITY, Manifest, new_manifest, read_manifest
 from rollstream.trajectory import PromptRow
 
@@ -296,6 +296,24 @@ def resolve(config: DictConfig, say: Say = lambda what: None) -> DictConfig:
     resolve_tasks_into_config(resolved)
     check_exports(to_settings(resolved).generation.export)
     return resolved
+
+
+def check_exports(names: Collection[str], *, has_ids: bool = True) -> None:
+    """Raises `ConfigError` when an export of `generation.export` could not be written at the end.
+
+    Args:
+        names: the formats.
+        has_ids: whether the run has a tokenizer.
+    """
+    for name in names:
+        export_format(name)
+    if "dataproto" in names:
+        check_packages()
+        if not has_ids:
+            raise ConfigError(
+                "generation.export=dataproto needs token ids, and without a tokenizer there are none: set "
+                "actor_rollout_ref.model.tokenizer_path"
+            )
 
 
 def known_dataset(manifest: Manifest | None) -> KnownDataset | None:
