@@ -72,5 +72,7 @@ def test_a_reward_in_memory_and_one_that_fails_on_all(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="division by zero"):
         run_generation(config(root, rows, generation__rescore=True), reward=fails)
     assert require_manifest(root).scores is None
-    run_generation(config(root, rows, generation__rescore=True), reward=lambda **row: 2.0)
-    assert {reward for _, reward in rewards(root)} == {2.0}
+    write_sums(rows, PAIRS[:3])
+    changed = {"generation__rescore": True, "generation__resume": "extend"}
+    result = run_generation(config(root, rows, **changed), reward=lambda **row: 2.0)
+    assert result.generated == 2 and rewards(root) == [(index, 2.0) for index in range(3) for _ in range(2)]

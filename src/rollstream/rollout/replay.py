@@ -12,7 +12,7 @@ import hashlib
 import os
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -86,21 +86,20 @@ class ReplayAgent(AgentLoop):
     """Gives back the stored trajectories of a rollout, without their rewards."""
 
     needs_tokenizer = False
+    _trajectories: Sequence[Trajectory] = ()
 
     async def run(self, sampling: SamplingParams, **row: Any) -> list[Trajectory]:
         rule: SnapshotRule = row["snapshots"]
         self.snapshot_scoring = "none" if rule == "keep" else rule
-        self._trajectories = [_trajectory(one, keep=rule == "keep") for one in row["trajectories"]]
-        final = self._trajectories[-1]
-        if isinstance(
-            about := final.extra.get("gateway"), dict
-        ):  # an agent program's, see `AgentLoop.reward_info`
-            self.final_answer = about.get("answer")
-            self.reward_info = {"messages": final.messages}
-        return self._trajectories
+        self._trajectories = found = [_trajectory(one, keep=rule == "keep") for one in row["trajectories"]]
+        program = found[-1].extra.get("gateway")
+        if isinstance(program, dict):  # the reward sees the whole conversation, as at the end of the program
+            self.final_answer = program.get("answer")
+            self.reward_info = {"messages": found[-1].messages}
+        return found
 
     async def close(self) -> None:
-        for trajectory in getattr(self, "_trajectories", ()):  # rewards alone travel back
+        for trajectory in self._trajectories:  # rewards alone travel back
             trajectory.messages, trajectory.extra = [], {}
             trajectory.response_ids, trajectory.response_mask = [], []
 
@@ -178,19 +177,21 @@ class ReplayRecipe:
     root: Path
 
     async def build(self, number: int) -> BuiltWorker:
-        return build_worker(load_configured_reward(self.reward), self.root)
+        reward = load_configured_reward(self.reward)
+
+        async def close() -> None:
+            reward.close()
+
+        return replace(build_worker(reward, self.root), close=close)
 
 
 def build_worker(reward: FunctionReward | RuleReward, root: Path) -> BuiltWorker:
-    """A worker that scores the rollouts of a run directory."""
+    """A worker that scores the rollouts of a run directory; the reward stays the caller's to close."""
     engine = cast(Any, _NoEngine())
     availability = EngineAvailability(engine, timeout=60.0)
     resources = AgentResources(
-        cast(Any, engine), cast(Any, _RunTokenizer(root)), prompts=cast(Any, None), response_length=1
+        engine, cast(Any, _RunTokenizer(root)), prompts=cast(Any, None), response_length=1
     )
-
-    async def close() -> None:
-        reward.close()
 
     worker = RolloutWorker(
         resources,
@@ -203,7 +204,7 @@ def build_worker(reward: FunctionReward | RuleReward, root: Path) -> BuiltWorker
         reward=_PassReward(reward),
         loops=AgentLoops({"replay": LoopEntry(ReplayAgent)}),
     )
-    return BuiltWorker(worker, RequestMeter(), availability, close=close)
+    return BuiltWorker(worker, RequestMeter(), availability)
 
 
 class _Pass:
