@@ -3,13 +3,14 @@
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import orjson
 
-from rollstream.errors import ConfigError, unknown_name
+from rollstream.errors import ConfigError
 from rollstream.user_code import read_yaml
 
 logger = logging.getLogger(__name__)
@@ -90,35 +91,38 @@ def read_tool_entries(path: str | Path, *, key: str) -> list[Any]:
     return tools
 
 
+class _Parameters(msgspec.Struct):
+    type: Literal["object"]
+    properties: dict[str, Any] = {}
+    required: list[str] | None = None
+
+
+class _Function(msgspec.Struct):
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    description: str = ""
+    parameters: _Parameters | None = None
+
+
+class _Tool(msgspec.Struct):
+    """What is checked of a schema; it may hold more."""
+
+    type: Literal["function"]
+    function: _Function
+
+
 def check_tool_schema(schema: Any, where: str) -> ToolSchema:
     """A schema as it is, if it is whole. Raises `ConfigError`, which names the tool and what is wrong."""
-    if not isinstance(schema, dict):
-        raise ConfigError(f"{where}: needs a tool_schema (a mapping with type and function)")
-    if schema.get("type") != "function":
-        raise ConfigError(f"{where}: tool_schema.type is {schema.get('type')!r}, want 'function'")
-    function = schema.get("function")
-    if not isinstance(function, dict):
-        raise ConfigError(f"{where}: tool_schema.function is missing, want name, description and parameters")
-    name = function.get("name")
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where}: tool_schema.function.name is {name!r}, want text")
-    description = function.get("description", "")
-    if not isinstance(description, str):
-        raise ConfigError(f"{where} ({name}): description is {description!r}, want text")
-    parameters = function.get("parameters")
-    if parameters is None:
-        return schema
-    if not isinstance(parameters, dict) or parameters.get("type") != "object":
-        raise ConfigError(f"{where} ({name}): parameters must be a JSON schema with `type: object`")
-    properties = parameters.get("properties", {})
-    if not isinstance(properties, dict):
-        raise ConfigError(f"{where} ({name}): parameters.properties must be a mapping")
-    required = parameters.get("required") or []
-    if not isinstance(required, list) or not all(
-        isinstance(name, str) and name in properties for name in required
-    ):
-        raise ConfigError(f"{where} ({name}): parameters.required names more than parameters.properties")
-    return schema
+    try:
+        function = msgspec.convert(schema, _Tool).function
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: tool_schema: {error}") from error
+    parameters = function.parameters
+    if parameters is not None and not set(parameters.required or ()) <= parameters.properties.keys():
+        raise ConfigError(
+            f"{where} ({function.name}): parameters.required names more than parameters.properties"
+        )
+    checked: ToolSchema = schema
+    return checked
 
 
 class ArgumentCheck:
@@ -176,10 +180,3 @@ def check_names_differ(names: Iterable[str], where: str) -> None:
     """Raises `ConfigError` if two tools have the same name; names them."""
     if twice := sorted(name for name, times in Counter(names).items() if times > 1):
         raise ConfigError(f"{where} has more than one tool named {', '.join(twice)}")
-
-
-def check_keys(keys: Iterable[Any], known: Collection[str], where: str) -> None:
-    """Refuses unknown keys of a mapping. Raises `ConfigError`, with the nearest known one."""
-    for key in keys:
-        if key not in known:
-            raise ConfigError(f"{where}: {unknown_name('key', key, known)}")

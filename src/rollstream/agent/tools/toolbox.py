@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from rollstream.agent.tools.base import OpenAIFunctionToolSchema
@@ -23,7 +24,6 @@ from rollstream.agent.tools.session import (
 from rollstream.chat.tool_schema import (
     ArgumentCheck,
     ToolSchema,
-    check_keys,
     check_names_differ,
     check_tool_schema,
     read_tool_entries,
@@ -33,8 +33,6 @@ from rollstream.errors import ConfigError, unknown_name
 from rollstream.user_code import construct, import_name, source_digest
 
 _KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
-_ENTRY_KEYS = ("class_name", "config", "tool_schema", "mcp")
-_MCP_KEYS = ("type", "server", "tool_filter", "mcp_servers_config_path", "tool_selected_list")
 _METHODS = ("create", "execute", "calc_reward", "release")
 _VERL_MCP_CLASS = "verl.tools.mcp_base_tool.MCPBaseTool"
 """verl's own, which does what is done here without one."""
@@ -240,41 +238,58 @@ def load_tool_file(path: str | Path) -> list[ClassTool | McpEntry]:
     ]
 
 
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """An entry of a tool file."""
+
+    class_name: str | None = None
+    config: dict[Any, Any] | None = None
+    tool_schema: Any = None
+    mcp: dict[str, Any] | None = None
+
+
+class _McpConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """What `config` and `mcp` of an entry for MCP servers hold together."""
+
+    type: str = "mcp"
+    server: Any = None
+    tool_filter: list[str] | None = None
+    mcp_servers_config_path: str | None = None
+    tool_selected_list: list[str] | None = None
+
+
 def _read_entry(entry: Any, where: str, file: Path) -> ClassTool | McpEntry:
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: {entry!r} is no mapping with class_name, config and tool_schema")
-    check_keys(entry, _ENTRY_KEYS, where)
-    config = entry.get("config") or {}
-    if not isinstance(config, dict):
-        raise ConfigError(f"{where}: config is {config!r}, want a mapping")
-    match config.get("type", "native"):
-        case "native":
-            return _read_class(entry, config, where, file)
-        case "mcp":
-            return _read_mcp(entry, config, where)
-        case other:
-            raise ConfigError(f"{where}: config.type is {other!r}, want native or mcp")
+    try:
+        read = msgspec.convert(entry, _Entry)
+        match (read.config or {}).get("type", "native"):
+            case "native":
+                return _read_class(read, where, file)
+            case "mcp":
+                return _read_mcp(read, where)
+            case other:
+                raise ConfigError(f"{where}: config.type is {other!r}, want native or mcp")
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
-def _read_class(entry: Mapping[str, Any], config: dict[str, Any], where: str, file: Path) -> ClassTool:
-    class_name = entry.get("class_name")
-    if not isinstance(class_name, str) or not class_name:
-        raise ConfigError(f"{where}: needs class_name, as package.module.Class or path/to/file.py:Class")
-    if "mcp" in entry:
-        raise ConfigError(f"{where}: mcp is for entries with config.type: mcp")
+def _read_class(entry: _Entry, where: str, file: Path) -> ClassTool:
+    class_name, config = entry.class_name, entry.config or {}
+    if not class_name or entry.mcp is not None:
+        raise ConfigError(
+            f"{where}: needs class_name (package.module.Class or path/to/file.py:Class), and no mcp"
+        )
     cls = import_name(class_name, key=f"{where}: class_name", beside=file)
     if not isinstance(cls, type) or not all(callable(getattr(cls, method, None)) for method in _METHODS):
         raise ConfigError(
             f"{where}: {class_name} is no tool class; subclass rollstream.agent.tools.base.Tool "
             f"(which has {', '.join(_METHODS)})"
         )
-    given = entry.get("tool_schema")
-    if given is not None:
-        given = OpenAIFunctionToolSchema.model_validate(check_tool_schema(given, where))
+    shown: Any = None
+    if entry.tool_schema is not None:
+        shown = OpenAIFunctionToolSchema.model_validate(check_tool_schema(entry.tool_schema, where))
 
     def make() -> tuple[Any, ToolSchema]:
-        tool = cls(config=config, tool_schema=given)
-        schema = given or getattr(tool, "tool_schema", None) or tool.get_openai_tool_schema()
+        tool = cls(config=config, tool_schema=shown)
+        schema = shown or getattr(tool, "tool_schema", None) or tool.get_openai_tool_schema()
         return tool, OpenAIFunctionToolSchema.model_validate(schema).model_dump()
 
     tool, schema = construct(make, f"{where}: {class_name}")
@@ -282,29 +297,19 @@ def _read_class(entry: Mapping[str, Any], config: dict[str, Any], where: str, fi
     return ClassTool(schema["function"]["name"], tool, schema, [cls.__qualname__, source_digest(cls), config])
 
 
-def _read_mcp(entry: Mapping[str, Any], config: dict[str, Any], where: str) -> McpEntry:
+def _read_mcp(entry: _Entry, where: str) -> McpEntry:
     require_mcp(where)
-    if entry.get("class_name") not in (None, _VERL_MCP_CLASS):
-        raise ConfigError(f"{where}: class_name cannot be chosen for MCP servers; leave it out")
-    if entry.get("tool_schema") is not None:
-        raise ConfigError(f"{where}: MCP servers say their schemas themselves; leave tool_schema out")
-    nested = entry.get("mcp") or {}
-    if not isinstance(nested, dict):
-        raise ConfigError(f"{where}: mcp is {nested!r}, want a mapping")
-    settings = {**config, **nested}
-    check_keys(settings, _MCP_KEYS, where)
-    path = settings.get("mcp_servers_config_path")
-    if (path is None) == (settings.get("server") is None):
+    if entry.class_name not in (None, _VERL_MCP_CLASS) or entry.tool_schema is not None:
+        raise ConfigError(f"{where}: MCP servers say their schemas themselves: no class_name, no tool_schema")
+    settings = msgspec.convert({**(entry.config or {}), **(entry.mcp or {})}, _McpConfig)
+    path = settings.mcp_servers_config_path
+    if (path is None) == (settings.server is None):
         raise ConfigError(f"{where}: needs either config.server or mcp_servers_config_path")
     if path is not None:
         named = load_mcp_servers(path, f"{where}: mcp_servers_config_path")
         servers = [McpServer(server, where, name) for name, server in named.items()]
     else:
-        server = read_mcp_server(settings["server"], f"{where}: config.server")
+        server = read_mcp_server(settings.server, f"{where}: config.server")
         servers = [] if server is None else [McpServer(server, where)]
-    wanted = settings.get("tool_filter") or settings.get("tool_selected_list")
-    if wanted is not None and not (
-        isinstance(wanted, list) and all(isinstance(name, str) for name in wanted)
-    ):
-        raise ConfigError(f"{where}: tool_filter is {wanted!r}, want a list of tool names")
+    wanted = settings.tool_filter or settings.tool_selected_list
     return McpEntry(tuple(servers), None if wanted is None else tuple(wanted), where)

@@ -18,8 +18,3 @@ def get_parser(name: str) -> ToolCallParser:
     if name not in PARSERS:
         raise unknown_name("tool parser", name, PARSERS)
     return PARSERS[name]()
-
-
-def parser_names() -> list[str]:
-    """Names of all parsers, other spellings of them included."""
-    return sorted(PARSERS)
