@@ -81,7 +81,7 @@ demo-model: .venv/.done
 .venv/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP) torch
-	.venv/bin/python $(PIP) -e '.[openvino,hf,tasks,mcp,images,dataproto,ray,buffer,postgres,wandb,tensorboard,trl,dev]'
+	.venv/bin/python $(PIP) -e '.[openvino,hf,openai,tasks,mcp,images,dataproto,ray,buffer,postgres,wandb,tensorboard,trl,dev]'
 	touch $@
 
 .venv-demo/.ray: .venv-demo/.done

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from rollstream.errors import unknown_name
+from rollstream.errors import ConfigError, unknown_name
 
 
 @cache
@@ -27,8 +27,11 @@ def names(group: str) -> tuple[str, ...]:
 
 
 def load(group: str, name: str) -> Any:
-    """The object of a name. Raises `ConfigError` with the nearest name if there is none."""
+    """The object of a name. Raises `ConfigError`: no such name, or a package that it needs is missing."""
     points = _points(group)
     if name not in points:
         raise unknown_name(group.rpartition(".")[2].removesuffix("s"), name, points)
-    return points[name].load()
+    try:
+        return points[name].load()
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{name!r} needs the package {error.name}, which is not installed") from error

@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
-from rollstream.engine import openai_wire, sglang, vllm
+from rollstream.engine import openai, sglang, vllm
 from rollstream.engine.base import ChatPrompt
 from rollstream.errors import DataError
 from rollstream.sampling import SERVER_SAMPLING, check_extra, sampling_of_row
@@ -67,7 +67,7 @@ def test_vllm_gets_them_by_its_own_names(route: vllm.Route) -> None:
 def test_a_chat_endpoint_gets_a_schema_as_its_response_format() -> None:
     prompt = ChatPrompt([{"role": "user", "content": "?"}], [1])
     sampling = SamplingParams(4, logprobs=False, extra={"json_schema": SCHEMA, "logit_bias": {5: 1}})
-    fields = openai_wire.request_fields("m", prompt, sampling, max_tokens_key="max_tokens")
+    fields = openai.request_fields("m", prompt, sampling, openai.ENGINE_KWARGS)
     assert fields["response_format"]["json_schema"]["schema"] == SCHEMA
     assert fields["logit_bias"] == {"5": 1.0}
 

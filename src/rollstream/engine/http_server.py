@@ -7,8 +7,8 @@ other 4xx, a redirect, which is never followed     -> this request is bad
 """
 
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
@@ -58,13 +58,8 @@ class HttpServer:
         self._connect_timeout: float = kwargs["connect_timeout"]
         self._info_timeout: float = kwargs["info_timeout"]
         self._headers = {"Content-Type": "application/json"}
-        self._api_key = ""
-        if name := kwargs["api_key_env"]:
-            self._api_key = os.environ.get(name, "").strip()  # a file's last line break is no part of it
-            if not self._api_key:
-                raise ConfigError(
-                    f"engine_kwargs.api_key_env: no {name!r} in the environment, or it is empty"
-                )
+        self._api_key = read_api_key(kwargs)
+        if self._api_key:
             self._headers["Authorization"] = f"Bearer {self._api_key}"
         self._urls: dict[str, URL] = {}
         self._session: aiohttp.ClientSession | None = None
@@ -114,21 +109,6 @@ class HttpServer:
         if status != 200:
             raise self.refusal(status, payload)
         return payload
-
-    @asynccontextmanager
-    async def stream(self, path: str, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a request and gives its answer, whatever its status, as soon as it begins. No limit on time.
-
-        Leaving the block before its end closes the connection.
-
-        Raises:
-            ReplicaUnavailableError: no connection, or it is lost inside the block.
-        """
-        try:
-            async with self._send("POST", path, body) as response:
-                yield response
-        except CONNECTION_ERRORS as error:
-            raise self._away(error) from error
 
     def refusal(self, status: int, payload: bytes) -> EngineError:
         """The error for a status other than 200, in the server's own words, but without the API key."""
@@ -228,6 +208,15 @@ async def is_answered(request: Awaitable[tuple[int, bytes]]) -> int | None:
         return (await request)[0]
     except (TimeoutError, ReplicaUnavailableError):
         return None
+
+
+def read_api_key(kwargs: dict[str, Any]) -> str:
+    """The key in the variable that `api_key_env` names, "" for none; raises `ConfigError` if that is not set."""
+    if not (name := kwargs["api_key_env"]):
+        return ""
+    if key := os.environ.get(name, "").strip():  # a file's last line break is no part of it
+        return key
+    raise ConfigError(f"engine_kwargs.api_key_env: no {name!r} in the environment, or it is empty")
 
 
 def base_url(url: str) -> str:

@@ -1,61 +1,61 @@
-"""Chat endpoints, hosted or local: messages in, a message out, by OpenAI's `/v1/chat/completions`.
+"""Chat endpoints, hosted or local: messages in, a message out, by the openai client.
 
-The way of a request to one endpoint:
+A request waits for the user's own limits (aiolimiter) and for the end of a hold, is sent, and is answered by a
+stream, so that what has arrived survives an abort:
 
-    line --(its turn, and the limits let it through)--> sent --> answered
-      ^                                                  |
-      +-- refused for its rate (429): nothing is charged +
-      +-- the stream was cut: up to `_CUTS` times -------+
+    429, 529, or 503 with Retry-After          -> the endpoint is held; the request is sent again, nothing is charged
+    401, 402, no quota left                    -> the endpoint serves nobody until a trial goes well
+    connection lost, stream without an end     -> sent again, up to `_CUTS` times, while the endpoint is healthy
+    another status                             -> as `http_server.status_error` has it
 
-Answers are always streamed, so that what has arrived survives an abort and a cut connection.
+Source of the wire: https://platform.openai.com/docs/api-reference/chat; `reasoning_content` is DeepSeek's, SGLang's
+and older vLLM's name for thinking, `reasoning` newer vLLM's and OpenRouter's.
 """
 
 import asyncio
 import logging
+import math
 import os
+import random
+import ssl
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import openai
 import orjson
+from aiolimiter import AsyncLimiter
+from yarl import URL
 
-from rollstream.aio import SharedCheck
+from rollstream.aio import Backoff, SharedCheck
 from rollstream.engine.base import Capabilities, ChatPrompt
 from rollstream.engine.checks import no_longer_than, read_engine_kwargs
-from rollstream.engine.http_server import AWAY_STATUSES, CONNECTION_KWARGS, HttpServer, is_answered
-from rollstream.engine.kind import EngineKind, EngineOptions
-from rollstream.engine.openai_wire import (
-    DONE,
-    EXTRA_SAMPLING,
-    MAY_BE_OMITTED,
-    OWN_FIELDS,
-    Turn,
-    endpoint_url,
-    error_code,
-    finish_reason,
-    read_event,
-    request_fields,
+from rollstream.engine.http_server import (
+    AWAY_STATUSES,
+    CONNECTION_KWARGS,
+    base_url,
+    read_api_key,
+    status_error,
 )
+from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.pool import POOL_KWARGS, PoolEngine
-from rollstream.engine.rate_limit import LimitHeaders, RateLimit, Sent, read_limit_headers
 from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError
 from rollstream.engine.servers import card_names
 from rollstream.errors import ConfigError, EngineError, TransientEngineError
-from rollstream.trajectory import Completion, SamplingParams
+from rollstream.sampling import bias_by_id, schema_text
+from rollstream.trajectory import Completion, FinishReason, Message, SamplingParams
 
 _LOG = logging.getLogger(__name__)
 
 ENGINE_KWARGS: dict[str, Any] = {
     **CONNECTION_KWARGS,
     "probe_after": POOL_KWARGS["probe_after"],
-    "requests_per_minute": 0,  # to each endpoint, at most; 0: no limit of rollstream's own
-    "tokens_per_minute": 0,  # the same for tokens; a request counts for prompt and max_tokens until it is answered
+    "requests_per_minute": 0,  # to each endpoint, evenly spread; 0: no limit of rollstream's own
+    "tokens_per_minute": 0,  # the same for tokens; a request counts for its prompt and max_tokens
     "honours_seed": False,  # it repeats itself for a seed; without it generation.seed is an error
     "takes_images": False,  # its model sees images; they are sent as data: URLs
-    "continue_final_message": False,  # it can go on with an answer that was cut off (vLLM, SGLang, rollstream serve)
     "send_reasoning": False,  # send earlier answers with their thinking (reasoning_content)
     "check_model": True,  # a model that the endpoint does not list is an error
     "max_tokens_key": "max_tokens",  # max_completion_tokens for models that want that
@@ -65,47 +65,59 @@ ENGINE_KWARGS: dict[str, Any] = {
 """Keys of `engine_kwargs` with their defaults."""
 
 DATA_DECIDING_KWARGS = ("extra_body", "send_reasoning")
-"""Those that decide what is answered."""
 
-_DEFAULT_KEY = "OPENAI_API_KEY"
-"""Where OpenAI's own clients look for a key."""
+EXTRA_SAMPLING = ("frequency_penalty", "json_schema", "logit_bias", "presence_penalty")
+"""Further sampling parameters that OpenAI's API has; others go by `extra_body`."""
 
-_CHAT = "/chat/completions"
+_OWN_FIELDS = {
+    "model",
+    "messages",
+    "tools",
+    "stream",
+    "stream_options",
+    "n",
+    "seed",
+    "stop",
+    "temperature",
+    "top_p",
+    "max_tokens",
+    "max_completion_tokens",
+    "logprobs",
+    "top_logprobs",
+    "continue_final_message",
+    "add_generation_prompt",
+}
+"""Fields of a request that are set here, or that would change what an answer is read as."""
+
+_MAY_BE_OMITTED = ("temperature", "top_p", "stream_options", "seed")
+"""Some models refuse a field even with the value that is its default."""
+
+_ENDS: dict[object, FinishReason] = {
+    **dict.fromkeys(("stop", "tool_calls", "function_call", "eos", "end_turn", "stop_sequence"), "stop"),
+    "length": "length",
+}
+"""The first two and `length` are OpenAI's; endpoints that pass on another server's word say the others."""
+
+_QUOTA_CODES = frozenset(("insufficient_quota", "billing_hard_limit_reached", "billing_not_active"))
+"""A 429 with one of these does not pass by waiting."""
+
+_RATE_CODES = frozenset(("rate_limit_exceeded", "rate_limit_error"))
 
 _CUTS = 2
 """How often a request whose answer was cut off is sent again, before it counts as a failed attempt. Long
 answers of hosted models are cut now and then, and an attempt of many turns is worth more than one answer."""
 _CUT_PAUSE_S = 0.5
 
-_END_S = 0.5
-"""For what is left of a reply after `[DONE]`: nothing, as a rule."""
+_HOLD_S, _LEAST_HOLD_S, _MOST_HOLD_S = 1.0, 0.1, 3600.0
+"""After a refusal that does not say how long (doubled by each that follows); `Retry-After: 0.001` is no licence
+for a hot loop; an endpoint that asks for more than an hour is asked once an hour."""
 
-_LONG_HOLD_S = 120.0
-"""A rate limit that holds for longer counts as an endpoint that is away: another one may take the request,
-and while it waits for the engine no attempt runs out of time."""
+_AWAY_HOLD_S = 120.0
+"""An endpoint that is held for longer counts as away: another one may take the request, and while it waits for
+the engine no attempt runs out of time."""
 
 _TRIAL_PAUSE_S = 15.0
 """Between two trials of an endpoint that refused the key or had no quota left."""
-
-_MODELS_SHOWN = 10
-
-_CHARS_PER_TOKEN = 4
-"""Of English text, about."""
-
-_QUOTA_CODES = frozenset(("insufficient_quota", "billing_hard_limit_reached", "billing_not_active"))
-"""A 429 with one of these does not pass by waiting."""
-
-
-class _RateLimitedError(Exception):
-    """The endpoint refused a request for its rate."""
-
-    def __init__(self, said: str, headers: LimitHeaders) -> None:
-        super().__init__(said)
-        self.headers = headers
-
-
-class _CutError(Exception):
-    """An answer has no end."""
 
 
 class OpenAIEngine(PoolEngine):
@@ -139,7 +151,6 @@ class OpenAIEngine(PoolEngine):
             raise ConfigError("engine 'openai' needs the model's name: actor_rollout_ref.model.path")
         kwargs = read_settings(engine_kwargs)
         self._key_name: str = kwargs["api_key_env"]
-
         super().__init__(
             [OpenAIReplica(url, model=model_path, kwargs=kwargs) for url in server_urls],
             own=no_longer_than(max_model_len),
@@ -152,20 +163,6 @@ class OpenAIEngine(PoolEngine):
         if self._key_name:
             _LOG.info("the API key in %s goes to %s", self._key_name, ", ".join(self.replicas))
         await super().start()
-
-    async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        request_id: str,
-        images: list[object] | None = None,
-        chat: ChatPrompt | None = None,
-    ) -> Completion:
-        """Refused without `chat`: a chat endpoint takes no ids."""
-        if chat is None:
-            raise _needs_messages()
-        return await super().generate(prompt_ids, sampling, request_id=request_id, chat=chat)
 
     async def chat(self, prompt: ChatPrompt, sampling: SamplingParams, *, request_id: str) -> Completion:
         return await self.generate(prompt.ids, sampling, request_id=request_id, chat=prompt)
@@ -180,25 +177,36 @@ class OpenAIReplica:
         kwargs: see `ENGINE_KWARGS`.
     """
 
+    resumes_aborted = False
+
     def __init__(self, url: str, *, model: str, kwargs: dict[str, Any]) -> None:
-        self._server = HttpServer(endpoint_url(url), kwargs)
-        self._health = SharedCheck(self.health)
+        self.name = endpoint_url(url)
         self._model = model
         self._kwargs = kwargs
-        self._limit = RateLimit(
-            requests_per_minute=kwargs["requests_per_minute"], tokens_per_minute=kwargs["tokens_per_minute"]
+        self._key = read_api_key(kwargs)
+        self._client = openai.AsyncOpenAI(
+            api_key=self._key or "none",  # as endpoints without keys are asked by everybody
+            base_url=self.name,
+            max_retries=0,  # a held endpoint is held for all of its requests
+            http_client=openai.DefaultAsyncHttpxClient(
+                # A job of a buffer may name its engine, but only where the operator allows it.
+                follow_redirects=False,
+                trust_env=False,
+                verify=ssl.create_default_context(),
+                timeout=openai.Timeout(None, connect=kwargs["connect_timeout"]),
+            ),
         )
-        self._line = asyncio.Lock()
-        """Who waits for the limits, in order of arrival; the first of them watches the clock."""
+        self._health = SharedCheck(self.health)
+        requests, self._tokens_per_minute = kwargs["requests_per_minute"], kwargs["tokens_per_minute"]
+        self._requests = AsyncLimiter(1, 60 / requests) if requests else None
+        self._tokens = AsyncLimiter(self._tokens_per_minute, 60) if self._tokens_per_minute else None
+        self._backoff = Backoff(_HOLD_S, 60.0)
+        self._held_until = self._refused_at = -math.inf
         self._in_flight: dict[str, asyncio.Task[Completion]] = {}
         self._stopped = ""
         """Why it serves nobody until somebody acts: no quota, a key that was refused."""
         self._tried_at = 0.0
         self._closed = False
-
-    @property
-    def name(self) -> str:
-        return self._server.url
 
     async def describe(self) -> Capabilities:
         return Capabilities(
@@ -213,22 +221,18 @@ class OpenAIReplica:
             extra_sampling=EXTRA_SAMPLING,
         )
 
-    @property
-    def resumes_aborted(self) -> bool:
-        return False
-
     async def generate(self, request: ReplicaRequest) -> Completion:
         if request.chat is None:
-            raise _needs_messages()
-        turn = Turn()
-        task = asyncio.ensure_future(self._answer(request, request.chat, turn))
+            raise EngineError("engine 'openai' takes messages, not token ids")
+        answer = Answer()
+        task = asyncio.ensure_future(self._ask(request.chat, request.sampling, answer))
         self._in_flight[request.rid] = task
         try:
             await asyncio.wait((task,))
             if task.cancelled():  # by `close`, or by `abort`
                 if self._closed:
                     raise ReplicaUnavailableError("the engine is closed")
-                return _completion(turn, "abort")
+                return answer.completion("abort")
             return task.result()
         finally:
             del self._in_flight[request.rid]
@@ -242,10 +246,15 @@ class OpenAIReplica:
     async def health(self) -> bool:
         if self._stopped:
             return await self._serves_again()
-        if self._limit.held_for(time.monotonic()) > _LONG_HOLD_S:
+        if self._held_until - time.monotonic() > _AWAY_HOLD_S:
             return False
-        status = await is_answered(self._server.get("/models", timeout_s=self._server.health_timeout))
-        return status is not None and status < 500 and status != 401
+        try:
+            await self._client.models.with_raw_response.list(timeout=self._kwargs["health_timeout"])
+        except openai.APIStatusError as error:
+            return error.status_code < 500 and error.status_code != 401
+        except openai.APIConnectionError:
+            return False
+        return True
 
     async def update_weights(self, source: str, version: int) -> None:
         raise EngineError("a chat endpoint has no route for other weights")
@@ -255,20 +264,29 @@ class OpenAIReplica:
         for task in self._in_flight.values():
             task.cancel()
         await self._health.close()
-        await self._server.close()
+        await self._client.close()
 
     async def _find_model(self) -> int | None:
         """Learns how the endpoint calls the model, and the longest sequence if it says so."""
-        status, payload = await self._server.get("/models", timeout_s=self._kwargs["info_timeout"])
-        if status == 401:
-            raise self._server.refusal(status, payload)
-        if status in AWAY_STATUSES:
-            raise ReplicaUnavailableError(str(self._server.refusal(status, payload)))
-        cards = _model_cards(payload) if status == 200 else []
+        cards: list[dict[str, Any]] = []
+        try:
+            raw = await self._client.models.with_raw_response.list(timeout=self._kwargs["info_timeout"])
+            value = orjson.loads(raw.content)
+            data = value.get("data") if isinstance(value, dict) else None
+            if isinstance(data, list):
+                cards = [card for card in data if isinstance(card, dict) and card.get("id")]
+        except openai.APIConnectionError as error:
+            raise self._away(error) from error
+        except openai.APIStatusError as error:
+            if error.status_code in AWAY_STATUSES:
+                raise ReplicaUnavailableError(str(self._refusal(error))) from None
+            if error.status_code == 401:
+                raise self._refusal(error) from None
+        except orjson.JSONDecodeError:
+            pass
         is_folder = Path(self._model).is_dir()
         name = Path(self._model).name if is_folder else self._model
         if not cards:  # no such route, no leave to read it, or a list of another form
-            _LOG.info("%s/models does not list its models (HTTP %d)", self.name, status)
             self._model = name
             await self._try_out()
             return None
@@ -277,11 +295,10 @@ class OpenAIReplica:
             chosen = next((card for card in cards if name in card_names(card)), None)
         if chosen is None:
             if self._kwargs["check_model"]:
-                served = ", ".join(str(card["id"]) for card in cards[:_MODELS_SHOWN])
-                more = f" and {len(cards) - _MODELS_SHOWN} more" if len(cards) > _MODELS_SHOWN else ""
+                served = ", ".join(str(card["id"]) for card in cards[:10])
                 raise EngineError(
-                    f"{self.name} does not list the model {self._model!r}, but {served}{more}: name one of "
-                    "them by actor_rollout_ref.model.path; if it is served without being listed, set "
+                    f"{self.name} does not list the model {self._model!r} of actor_rollout_ref.model.path, but "
+                    f"{served} ({len(cards)} models); a model that is served without being listed: "
                     "engine_kwargs.check_model=false"
                 )
             return None
@@ -301,133 +318,129 @@ class OpenAIReplica:
         prompt = ChatPrompt([{"role": "user", "content": "1"}], [])
         try:
             async with asyncio.timeout(self._kwargs["info_timeout"]):
-                await self._send(SamplingParams(1, logprobs=False), prompt, Turn())
+                await self._send(prompt, SamplingParams(1, logprobs=False), Answer())
             return True
-        except (_RateLimitedError, _CutError, TimeoutError) as error:
-            _LOG.info("%s did not answer a first question: %s", self.name, error)
+        except (TimeoutError, openai.RateLimitError) as error:
+            _LOG.info("%s did not answer a first question: %s", self.name, type(error).__name__)
             return False
-        except ReplicaUnavailableError:
-            raise
-        except EngineError as error:
-            raise EngineError(f"{error}: is it a chat endpoint that serves {self._model!r}?") from error
+        except openai.APIStatusError as error:
+            refusal = self._refusal(error)
+            raise EngineError(f"{refusal}: is it a chat endpoint that serves {self._model!r}?") from None
+        except openai.APIConnectionError as error:
+            raise self._away(error) from error
+        except (openai.APIError, ValueError):
+            return False
 
-    async def _answer(self, request: ReplicaRequest, prompt: ChatPrompt, turn: Turn) -> Completion:
-        """Asks until there is an answer with an end; `turn` has what there is of it."""
-        tokens = (len(prompt.ids) or _estimated_tokens(prompt)) + request.sampling.max_tokens
+    async def _ask(self, prompt: ChatPrompt, sampling: SamplingParams, answer: "Answer") -> Completion:
+        """Asks until there is an answer with an end; `answer` has what there is of it."""
         cuts = 0
         while True:
-            sent = await self._allowed(tokens)
-            turn.begin_again(keep_text=self._kwargs["continue_final_message"])
-            headers = LimitHeaders()
+            sent_at = await self._allowed(prompt, sampling)
+            answer.clear()  # forgets a try that was cut off
+            cause: Exception | None = None
             try:
-                headers = await self._send(request.sampling, prompt, turn)
-                reason = finish_reason(turn, self.name)
-                if reason is not None:
-                    return _completion(turn, reason)
-                raise _CutError("the answer has no finish_reason" if turn.begun else "an empty reply")
-            except _RateLimitedError as refusal:
-                headers = refusal.headers
-                held = self._limit.refused(time.monotonic(), sent, headers.retry_after)
-                if held:
-                    _LOG.warning("%s; nothing is sent for %.1f s (no attempt is charged)", refusal, held)
-            except (_CutError, ReplicaUnavailableError) as error:
-                if isinstance(error, ReplicaUnavailableError) and not _was_cut(error):
-                    raise
-                cuts += 1
-                if cuts > _CUTS:
-                    raise await self._given_up(error) from error
-                _LOG.info("%s: %s; asking again", self.name, error)
-                await asyncio.sleep(_CUT_PAUSE_S * cuts)
-            finally:
-                if turn.finish_reason is not None:
-                    self._limit.answered(time.monotonic(), sent, headers, tokens=turn.total_tokens)
+                await self._send(prompt, sampling, answer)
+                if answer.finish_reason not in (None, "abort"):
+                    reason = answer.end(self.name)
+                    self._backoff.reset()
+                    return answer.completion(reason)
+                problem = f"{self.name}: the answer has no end"
+            except openai.APIStatusError as error:
+                await self._refused(error, sent_at)
+                continue
+            except openai.APIConnectionError as error:
+                cause, problem = error, str(self._away(error))
+            except openai.APIError as error:  # an event of the stream
+                self._event_error(error, sent_at)
+                continue
+            except ValueError as error:
+                cause, problem = error, f"{self.name}: an event of the stream is no JSON object"
+            if not await self._health.ask():
+                raise ReplicaUnavailableError(f"{problem}, and it is not healthy") from cause
+            cuts += 1
+            if cuts > _CUTS:
+                raise TransientEngineError(f"{problem} ({cuts} times in a row)") from cause
+            await asyncio.sleep(_CUT_PAUSE_S * cuts)
 
-    async def _send(self, sampling: SamplingParams, prompt: ChatPrompt, turn: Turn) -> LimitHeaders:
+    async def _send(self, prompt: ChatPrompt, sampling: SamplingParams, answer: "Answer") -> None:
         """One request, and its answer as far as it comes."""
-        kwargs = self._kwargs
-        fields = request_fields(
-            self._model,
-            prompt,
-            sampling,
-            max_tokens_key=kwargs["max_tokens_key"],
-            omit=kwargs["omit"],
-            extra_body=kwargs["extra_body"],
-            send_reasoning=kwargs["send_reasoning"],
-            partial=turn.content,
-            partial_tokens=turn.pieces,
+        fields = request_fields(self._model, prompt, sampling, self._kwargs)
+        stream = await self._client.chat.completions.create(
+            model=self._model, messages=fields.pop("messages"), stream=True, extra_body=fields
         )
-        async with self._server.stream(_CHAT, orjson.dumps(fields)) as response:
-            headers = read_limit_headers(response.headers, time.time())
-            if response.status != 200:
-                await self._refuse(response.status, await response.read(), headers)
-            if response.content_type == "application/json":
-                self._take(_object(await response.read()), turn, headers)
-                return headers
-            try:
-                async for line in response.content:
-                    event = read_event(line, self._server.without_key)
-                    if event is DONE:
-                        break
-                    if event is not None:
-                        self._take(event, turn, headers)
-            except ValueError as error:  # of aiohttp: a line of megabytes
-                raise TransientEngineError("an event of the stream has no end") from error
-            with suppress(TimeoutError):  # read to its end, a connection can be used again
-                async with asyncio.timeout(_END_S):
-                    await response.content.read()
-        return headers
+        async with stream:
+            async for chunk in stream:
+                try:
+                    answer.add(chunk)
+                except (AttributeError, TypeError) as error:
+                    raise TransientEngineError(
+                        f"{self.name}: a chunk of an unknown form ({error})"
+                    ) from error
 
-    def _take(self, event: dict[str, Any], turn: Turn, headers: LimitHeaders) -> None:
-        if event.get("error") is None:
-            turn.add(event)
-            return
-        # An error in the middle of a stream: its status comes as `code`, or not at all.
-        error = event["error"]
-        code = error.get("code") if isinstance(error, dict) else None
-        status = code if isinstance(code, int) and 400 <= code < 600 else 500
-        if status == 429 or error_code(event) in ("rate_limit_exceeded", "rate_limit_error"):
-            raise _RateLimitedError(str(self._server.refusal(429, orjson.dumps(event))), headers)
-        raise self._server.refusal(status, orjson.dumps(event))
+    async def _refused(self, error: openai.APIStatusError, sent_at: float) -> None:
+        """Holds or stops the endpoint, or raises what a status means for its request.
 
-    async def _refuse(self, status: int, payload: bytes, headers: LimitHeaders) -> None:
-        """Raises what a status other than 200 means."""
-        refusal = self._server.refusal(status, payload)
-        if status == 401 or status == 402 or (status == 429 and error_code(payload) in _QUOTA_CODES):
+        What it raises has no cause here and elsewhere in this class: the client's error, in a record of a failure
+        by its traceback, may repeat the key.
+        """
+        status, refusal = error.status_code, self._refusal(error)
+        if status in (401, 402) or (status == 429 and _codes(error) & _QUOTA_CODES):
             # Not this request's fault, and the next one would fare no better: work waits, and the run stops
             # (and can be resumed) when nobody has mended it within generation.engine_timeout.
             what = "the API key is refused" if status == 401 else "no quota is left on the account"
             self._stopped = f"{refusal} ({what}; waiting alone does not help)"
             self._tried_at = time.monotonic()
-            raise ReplicaUnavailableError(self._stopped)
-        if status in (429, 529) or (status == 503 and headers.retry_after is not None):
-            raise _RateLimitedError(str(refusal), headers)
-        if status in AWAY_STATUSES and not await self._health.ask():
-            raise ReplicaUnavailableError(f"{refusal}, and it is not healthy")
-        raise refusal
+            raise ReplicaUnavailableError(self._stopped) from None
+        wait = retry_after(error.response.headers, time.time())
+        if status in (429, 529) or (status == 503 and wait is not None):
+            self._hold(refusal, sent_at, wait)
+        elif status in AWAY_STATUSES and not await self._health.ask():
+            raise ReplicaUnavailableError(f"{refusal}, and it is not healthy") from None
+        else:
+            raise refusal from None
 
-    async def _given_up(self, error: Exception) -> EngineError:
-        said = f"{error}" if isinstance(error, ReplicaUnavailableError) else f"{self.name}: {error}"
-        if await self._health.ask():
-            return TransientEngineError(f"{said} ({_CUTS + 1} times in a row)")
-        return ReplicaUnavailableError(f"{said}, and it is not healthy")
+    def _event_error(self, error: openai.APIError, sent_at: float) -> None:
+        """Holds the endpoint, or raises: an error in the middle of a stream has its status as `code`, or none."""
+        code = error.body.get("code") if isinstance(error.body, dict) else None
+        status = code if isinstance(code, int) and 400 <= code < 600 else 500
+        limited = status == 429 or bool(_codes(error) & _RATE_CODES)
+        refusal = status_error(self.name, 429 if limited else status, self._shown(error.message))
+        if not limited:
+            raise refusal from None
+        self._hold(refusal, sent_at, None)
 
-    async def _allowed(self, tokens: int) -> Sent:
-        """Waits until the limits let a request through; counts it.
+    def _hold(self, refusal: EngineError, sent_at: float, wait: float | None) -> None:
+        now = time.monotonic()
+        if sent_at > self._refused_at and not wait:  # requests that were sent together double it once
+            wait = self._backoff.pause() * random.uniform(0.5, 1.0)
+        self._refused_at = now
+        until = now + min(max(wait or 0.0, _LEAST_HOLD_S), _MOST_HOLD_S)
+        if until > self._held_until:
+            if self._held_until <= now:
+                _LOG.warning("%s; nothing is sent for %.1f s (no attempt is charged)", refusal, until - now)
+            self._held_until = until
+
+    async def _allowed(self, prompt: ChatPrompt, sampling: SamplingParams) -> float:
+        """Waits until the limits let a request through; returns when that was.
 
         Raises:
             ReplicaUnavailableError: they will not for long, or the endpoint has stopped serving.
         """
-        async with self._line:
-            while True:
-                now = time.monotonic()
-                if self._stopped:
-                    raise ReplicaUnavailableError(self._stopped)
-                if (held := self._limit.held_for(now)) > _LONG_HOLD_S:
-                    raise ReplicaUnavailableError(f"{self.name} takes nothing for {held:.0f} s (rate limit)")
-                wait = self._limit.wait(now, tokens)
-                if wait <= 0:
-                    return self._limit.send(now, tokens)
-                await asyncio.sleep(wait)
+        if self._tokens is not None:
+            tokens = (len(prompt.ids) or _estimated_tokens(prompt)) + sampling.max_tokens
+            await self._tokens.acquire(min(tokens, self._tokens_per_minute))
+        if self._requests is not None:
+            await self._requests.acquire()
+        while True:
+            if self._stopped:
+                raise ReplicaUnavailableError(self._stopped)
+            held = self._held_until - time.monotonic()
+            if held > _AWAY_HOLD_S:
+                raise ReplicaUnavailableError(f"{self.name} takes nothing for {held:.0f} s (rate limit)")
+            if held <= 0:
+                return time.monotonic()
+            # Those who waited together would else be sent at the same moment, and refused together.
+            await asyncio.sleep(held * random.uniform(1.0, 1.5))
 
     async def _serves_again(self) -> bool:
         """Tries out an endpoint that refused the key or had no quota left."""
@@ -444,60 +457,237 @@ class OpenAIReplica:
         self._stopped = ""
         return True
 
+    def _refusal(self, error: openai.APIStatusError) -> EngineError:
+        """The error for a status, in the endpoint's own words but without the API key."""
+        body = error.body
+        message = body.get("message") if isinstance(body, dict) else None
+        text = self._shown(str(message or error.response.text or "(no message)"))
+        return status_error(self.name, error.status_code, text[:500])
 
-def _needs_messages() -> EngineError:
-    """The error for a request that has only ids."""
-    return EngineError(
-        "engine 'openai' takes messages, not token ids: an agent loop hands them to its `generate` "
-        "(`self.generate(ids, sampling, messages=messages)`), and `Conversation` does"
-    )
+    def _away(self, error: openai.APIConnectionError) -> ReplicaUnavailableError:
+        cause = error.__cause__ or error
+        return ReplicaUnavailableError(f"{self.name}: {type(cause).__name__}: {self._shown(str(cause))}")
 
-
-def _was_cut(error: ReplicaUnavailableError) -> bool:
-    """Whether a connection was there and was lost; perhaps an idle one that was just being closed."""
-    cause = error.__cause__
-    lost = (
-        aiohttp.ClientPayloadError | aiohttp.ServerDisconnectedError | aiohttp.ClientOSError | ConnectionError
-    )
-    return isinstance(cause, lost) and not isinstance(cause, aiohttp.ClientConnectorError)
+    def _shown(self, text: str) -> str:
+        """A text of the endpoint's without the key: endpoints repeat it in what they refuse."""
+        return text.replace(self._key, "***") if self._key else text
 
 
-def _completion(turn: Turn, reason: Any) -> Completion:
-    usage = None
-    if turn.prompt_tokens is not None and turn.completion_tokens is not None:
-        usage = turn.prompt_tokens, turn.completion_tokens
-    return Completion(
-        [], None, reason, cached_prompt_tokens=turn.cached_tokens, message=turn.message(), usage=usage
-    )
+class Answer:
+    """An answer as it arrives."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what has arrived."""
+        self.finish_reason: object = None
+        self._content = ""
+        self._reasoning = ""
+        self._calls: dict[int, dict[str, str]] = {}
+        self._usage: tuple[int, int] | None = None
+        self._cached = 0
+
+    def add(self, chunk: Any) -> None:
+        """Takes in a `ChatCompletionChunk`; raises AttributeError or TypeError for one of another form."""
+        if (usage := chunk.usage) is not None:
+            self._usage = int(usage.prompt_tokens), int(usage.completion_tokens)
+            self._cached = getattr(usage.prompt_tokens_details, "cached_tokens", 0) or 0
+        for choice in (chunk.choices or ())[:1]:
+            self.finish_reason = choice.finish_reason or self.finish_reason
+            if (delta := choice.delta) is None:
+                continue
+            self._content += (delta.content or "") + (delta.refusal or "")
+            self._reasoning += (
+                getattr(delta, "reasoning_content", None) or getattr(delta, "reasoning", None) or ""
+            )
+            for part in delta.tool_calls or ():
+                self._add_call(part)
+
+    def _add_call(self, part: Any) -> None:
+        index = part.index
+        if (
+            index is None
+        ):  # some endpoints send whole calls without an index: one with an id begins a new call
+            index = len(self._calls) if part.id or not self._calls else max(self._calls)
+        call = self._calls.setdefault(index, {"id": "", "name": "", "arguments": ""})
+        call["id"] = part.id or call["id"]
+        call["name"] = call["name"] or part.function.name or ""
+        call["arguments"] += part.function.arguments or ""
+
+    def end(self, server: str) -> FinishReason:
+        """Why the answer ended.
+
+        Raises:
+            EngineError: the endpoint's content filter ended it: asking again would not help.
+            TransientEngineError: a reason that is not known.
+        """
+        reason = str(self.finish_reason)
+        if reason == "content_filter":
+            raise EngineError(f"{server}: the endpoint's content filter ended the answer (content_filter)")
+        if reason not in _ENDS:
+            raise TransientEngineError(f"{server}: the answer ended for an unknown reason: {reason!r:.100}")
+        return _ENDS[reason]
+
+    def completion(self, reason: FinishReason) -> Completion:
+        """The answer so far; arguments of calls are text, as the model wrote them."""
+        message: Message = {"role": "assistant", "content": self._content}
+        if self._reasoning:
+            message["reasoning_content"] = self._reasoning
+        if self._calls:
+            message["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": call["id"],
+                    "function": {"name": call["name"], "arguments": call["arguments"]},
+                }
+                for _, call in sorted(self._calls.items())
+            ]
+        return Completion(
+            [], None, reason, cached_prompt_tokens=self._cached, message=message, usage=self._usage
+        )
+
+
+def endpoint_url(url: str) -> str:
+    """The URL in front of `/chat/completions`: as given, or with `/v1` where it names only a host.
+
+    Raises:
+        ConfigError: no such URL, or one that would put a secret into logs.
+    """
+    url = base_url(url)
+    parsed = URL(url)
+    if parsed.user or parsed.password or parsed.query_string or parsed.fragment:
+        raise ConfigError(
+            f"server URL of {parsed.host}: give the key by engine_kwargs.api_key_env, not in the URL, and "
+            "neither user nor query: URLs are written into logs"
+        )
+    url = url.removesuffix("/chat/completions")
+    return f"{url}/v1" if parsed.path in ("", "/") else url
+
+
+def request_fields(
+    model: str, prompt: ChatPrompt, sampling: SamplingParams, kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The body of a request; `kwargs`: see `ENGINE_KWARGS`.
+
+    Raises:
+        EngineError: asks for what no chat endpoint can give.
+    """
+    if sampling.logprobs or sampling.stop_token_ids or sampling.top_k != -1 or sampling.ignore_eos:
+        raise EngineError("a chat endpoint has no log-probs, stop_token_ids, top_k or ignore_eos")
+    fields: dict[str, Any] = {
+        "model": model,
+        "messages": wire_messages(prompt.messages, prompt.images, send_reasoning=kwargs["send_reasoning"]),
+        kwargs["max_tokens_key"]: sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    extra = dict(sampling.extra)
+    if "json_schema" in extra:
+        schema = orjson.loads(schema_text(extra.pop("json_schema")))
+        answer = {"name": "answer", "schema": schema, "strict": True}
+        fields["response_format"] = {"type": "json_schema", "json_schema": answer}
+    if "logit_bias" in extra:
+        extra["logit_bias"] = bias_by_id(extra["logit_bias"])
+    fields |= extra
+    if sampling.seed is not None:
+        fields["seed"] = sampling.seed
+    if sampling.stop:
+        fields["stop"] = list(sampling.stop)
+    if prompt.tools:
+        fields["tools"] = list(prompt.tools)
+    for name in kwargs["omit"]:
+        if name in ("stream_options", "seed") or fields.get(name) == 1.0:
+            fields.pop(name, None)
+    return {**fields, **kwargs["extra_body"]}
+
+
+def wire_messages(
+    messages: Sequence[Message], images: Sequence[object] = (), *, send_reasoning: bool = False
+) -> list[Message]:
+    """Messages as endpoints take them: arguments of calls as JSON text, images as `data:` URLs.
+
+    Raises:
+        EngineError: another number of image parts than of images.
+    """
+    left = iter(images)
+    try:
+        sent = [_wire_message(message, left, send_reasoning) for message in messages]
+    except StopIteration:
+        raise EngineError("the messages have more image parts than there are images") from None
+    if next(left, None) is not None:
+        raise EngineError("there are more images than image parts in the messages")
+    return sent
+
+
+def _wire_message(message: Message, images: Iterator[object], send_reasoning: bool) -> Message:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = [
+            {"type": "image_url", "image_url": {"url": next(images)}}
+            if isinstance(part, dict) and part.get("type") in ("image", "image_url")
+            else part
+            for part in content
+        ]
+    sent: Message = {"role": message["role"], "content": content}
+    for name in ("name", "tool_call_id"):
+        if message.get(name) is not None:
+            sent[name] = message[name]
+    if calls := message.get("tool_calls"):
+        sent["tool_calls"] = [_wire_call(call) for call in calls]
+        sent["content"] = content or None
+    if send_reasoning and message.get("reasoning_content"):
+        sent["reasoning_content"] = message["reasoning_content"]
+    return sent
+
+
+def _wire_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    try:
+        is_object = not isinstance(arguments, str) or isinstance(orjson.loads(arguments), dict)
+    except orjson.JSONDecodeError:
+        is_object = False
+    if not is_object:
+        # What the model wrote is no JSON object. Some servers read the history and refuse it, so it is
+        # wrapped; the result that follows says that it could not be read.
+        arguments = {"unreadable": arguments}
+    text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+    function = {"name": call["function"]["name"], "arguments": text}
+    return {"id": call["id"], "type": "function", "function": function}
+
+
+def retry_after(headers: Mapping[str, str], wall_time: float) -> float | None:
+    """Seconds that an endpoint asks to wait; None where it does not say, or says no number.
+
+    A date (RFC 9110) is counted from the answer's own `Date` where there is one: clocks differ.
+    `retry-after-ms` is what OpenAI's own clients read first.
+    """
+    for name, factor in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+        if (text := headers.get(name)) is None:
+            continue
+        try:
+            seconds = float(text) * factor
+        except ValueError:
+            try:
+                date = headers.get("date")
+                sent = parsedate_to_datetime(date).timestamp() if date else wall_time
+                seconds = parsedate_to_datetime(text).timestamp() - sent
+            except (ValueError, OverflowError):
+                continue
+        if math.isfinite(seconds):
+            return max(0.0, seconds)
+    return None
+
+
+def _codes(error: openai.APIError) -> set[object]:
+    return {error.code, error.type}
 
 
 def _estimated_tokens(prompt: ChatPrompt) -> int:
-    """About as many tokens as the messages have, for the rate limit: the answer says how many there were."""
-    return sum(len(str(message.get("content") or "")) for message in prompt.messages) // _CHARS_PER_TOKEN
-
-
-def _object(payload: bytes) -> dict[str, Any]:
-    try:
-        value = orjson.loads(payload)
-    except orjson.JSONDecodeError as error:
-        raise _CutError("the reply is no JSON") from error
-    if not isinstance(value, dict):
-        raise TransientEngineError("the reply is no JSON object")
-    return value
-
-
-def _model_cards(payload: bytes) -> list[dict[str, Any]]:
-    """What `/models` lists; nothing if it is a list of another form."""
-    try:
-        value = orjson.loads(payload)
-    except orjson.JSONDecodeError:
-        return []
-    cards = value.get("data") if isinstance(value, dict) else None
-    return (
-        [card for card in cards if isinstance(card, dict) and card.get("id")]
-        if isinstance(cards, list)
-        else []
-    )
+    """Roughly the tokens of the messages: English has some four characters a token."""
+    return sum(len(str(message.get("content") or "")) for message in prompt.messages) // 4
 
 
 def read_settings(engine_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -507,19 +697,16 @@ def read_settings(engine_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
         ConfigError: an unknown key, or a value that makes no sense.
     """
     kwargs = read_engine_kwargs("openai", engine_kwargs or {}, ENGINE_KWARGS)
-    if not kwargs["api_key_env"] and os.environ.get(_DEFAULT_KEY, "").strip():
-        kwargs["api_key_env"] = _DEFAULT_KEY
+    if not kwargs["api_key_env"] and os.environ.get("OPENAI_API_KEY", "").strip():
+        kwargs["api_key_env"] = "OPENAI_API_KEY"
     for key in ("requests_per_minute", "tokens_per_minute"):
         if kwargs[key] < 0:
             raise ConfigError(f"engine_kwargs.{key} must be 0 (no limit) or more, not {kwargs[key]}")
     if kwargs["max_tokens_key"] not in ("max_tokens", "max_completion_tokens"):
-        raise ConfigError(
-            "engine_kwargs.max_tokens_key must be max_tokens or max_completion_tokens, not "
-            f"{kwargs['max_tokens_key']!r}"
-        )
-    if unknown := [name for name in kwargs["omit"] if name not in MAY_BE_OMITTED]:
-        raise ConfigError(f"engine_kwargs.omit has {unknown[0]!r}; it may have {', '.join(MAY_BE_OMITTED)}")
-    if taken := sorted(OWN_FIELDS.intersection(kwargs["extra_body"])):
+        raise ConfigError("engine_kwargs.max_tokens_key must be max_tokens or max_completion_tokens")
+    if unknown := [name for name in kwargs["omit"] if name not in _MAY_BE_OMITTED]:
+        raise ConfigError(f"engine_kwargs.omit has {unknown[0]!r}; it may have {', '.join(_MAY_BE_OMITTED)}")
+    if taken := sorted(_OWN_FIELDS.intersection(kwargs["extra_body"])):
         raise ConfigError(f"engine_kwargs.extra_body has {taken[0]!r}, which rollstream sets itself")
     return kwargs
 

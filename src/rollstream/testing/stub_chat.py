@@ -36,7 +36,6 @@ class ChatFault:
     | `error_event` | after half of the answer, an event with an error of `code` |
     | `no_choices` | the stream has chunks without choices, and its end |
     | `finish` | the whole answer, with `code` as its finish reason |
-    | `plain` | not streamed: one JSON reply, as endpoints answer that do not stream |
     | `drop` | the connection is closed without a reply |
     | `hang` | half of the answer, and then nothing; the connection stays open |
     """
@@ -50,7 +49,6 @@ class ChatFault:
         "error_event",
         "no_choices",
         "finish",
-        "plain",
         "drop",
         "hang",
     ]
@@ -66,8 +64,6 @@ class ChatStub(HttpStub):
     Example:
         >>> async with ChatStub(lambda body: "5") as stub:
         ...     engine = OpenAIEngine([stub.url], model_path="stub")
-
-    A request with `continue_final_message` hears what is left of the answer behind the last message.
 
     Args:
         rule: what is answered.
@@ -159,15 +155,12 @@ class ChatStub(HttpStub):
             request.transport.abort()
         said = self.rule(body)
         message: Message = {"role": "assistant", "content": said} if isinstance(said, str) else said
-        if body.get("continue_final_message"):
-            begun = body["messages"][-1]["content"]
-            message = {**message, "content": (message.get("content") or "").removeprefix(begun)}
         finish = "tool_calls" if message.get("tool_calls") else "stop"
         if fault is not None and kind == "finish":
             finish = fault.code
         name = f"chatcmpl-{next(self._ids)}"
         usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
-        if kind == "plain" or not body.get("stream"):
+        if not body.get("stream"):
             self.answered += 1
             whole = {**message, "tool_calls": _calls(message)} if message.get("tool_calls") else message
             choice = {"index": 0, "message": whole, "finish_reason": finish}

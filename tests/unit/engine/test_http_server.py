@@ -8,6 +8,7 @@ from aiohttp.test_utils import TestServer
 
 from rollstream.engine.detect import detect_server
 from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer
+from rollstream.engine.openai import OpenAIEngine
 from rollstream.errors import ConfigError, EngineError
 
 
@@ -43,10 +44,10 @@ async def test_no_redirect_is_followed(leading: tuple[str, list[str]]) -> None:
 
     try:
         assert (await server.get("/v1/models", timeout_s=60))[0] == 307
-        async with server.stream("/v1/chat/completions", b"{}") as response:
-            assert response.status == 307
         with pytest.raises(EngineError):
             await server.post("/generate", b"{}", is_healthy=healthy, wanted=lambda: True)
     finally:
         await server.close()
+    with pytest.raises(EngineError):
+        await OpenAIEngine([url], model_path="org/model").start()
     assert asked == []

@@ -83,19 +83,17 @@ async def test_text_in_text_out(stub: ChatStub, make: Make) -> None:
 
 async def test_ids_alone_are_refused_with_a_hint(stub: ChatStub, make: Make) -> None:
     engine = await make(stub)
-    with pytest.raises(EngineError, match=r"takes messages, not token ids.*messages=messages"):
+    with pytest.raises(EngineError, match="messages, not token ids"):
         await engine.generate([1, 2], HOW, request_id="a")
 
 
 async def test_tools(stub: ChatStub, make: Make) -> None:
     stub.rule = lambda body: {"role": "assistant", "content": "I add.", "tool_calls": [CALL]}
     engine = await make(stub)
-    for fault in (None, ChatFault("plain")):
-        stub.faults.append(fault)
-        answer = await engine.chat(ask(tools=[{"type": "function"}]), HOW, request_id="a")
-        function = answer.message["tool_calls"][0]["function"]
-        assert (function["name"], function["arguments"]) == ("add", '{"x":1}')
-        assert (content(answer), answer.finish_reason) == ("I add.", "stop")
+    answer = await engine.chat(ask(tools=[{"type": "function"}]), HOW, request_id="a")
+    function = answer.message["tool_calls"][0]["function"]
+    assert (function["name"], function["arguments"]) == ("add", '{"x":1}')
+    assert (content(answer), answer.finish_reason) == ("I add.", "stop")
     assert stub.requests[0]["tools"] == [{"type": "function"}]
 
 
@@ -108,8 +106,7 @@ async def test_tools(stub: ChatStub, make: Make) -> None:
         (ChatFault("status", 503), TransientEngineError, "answers 503"),
         (ChatFault("status", 404, message="no such model"), EngineError, "no such model"),
         (ChatFault("finish", code="content_filter"), EngineError, "content_filter"),
-        (ChatFault("finish", code="what"), TransientEngineError, "unknown reason: 'what'"),
-        (ChatFault("garbage"), TransientEngineError, "no JSON object"),
+        (ChatFault("finish", code="what"), TransientEngineError, "what"),
         (ChatFault("error_event", code=400, message="bad"), EngineError, "answers 400: bad"),
         (ChatFault("error_event", code="x"), TransientEngineError, "answers 500: stub error"),
     ],
@@ -127,7 +124,7 @@ async def test_every_fault_has_its_error(
     assert content(await engine.chat(ask(), HOW, request_id="a")) == ANSWER
 
 
-CUTS = [ChatFault(kind) for kind in ("cut", "truncate", "half_event", "no_choices", "drop")]
+CUTS = [ChatFault(kind) for kind in ("cut", "truncate", "half_event", "garbage", "no_choices", "drop")]
 
 
 @pytest.mark.parametrize("fault", CUTS, ids=lambda fault: fault.kind)
@@ -140,24 +137,6 @@ async def test_a_cut_answer_is_asked_for_again(stub: ChatStub, make: Make, fault
     stub.faults += [fault] * 3
     with pytest.raises(TransientEngineError, match="3 times in a row"):
         await engine.chat(ask(), HOW, request_id="a")
-
-
-async def test_a_cut_answer_goes_on_where_the_endpoint_can(stub: ChatStub, make: Make) -> None:
-    engine = await make(stub, continue_final_message=True)
-    stub.faults += [ChatFault("cut"), ChatFault("no_choices")]
-    assert content(await engine.chat(ask(), HOW, request_id="a")) == ANSWER
-    _, second, third = stub.requests
-    begun = second["messages"][-1]
-    assert begun["role"] == "assistant"
-    assert 0 < len(begun["content"]) < len(ANSWER)
-    assert ANSWER.startswith(begun["content"])
-    assert (second["continue_final_message"], second["add_generation_prompt"]) == (True, False)
-    assert second["max_tokens"] < 64
-    assert third == second  # nothing more had come
-    stub.rule = lambda body: {"role": "assistant", "content": "", "tool_calls": [CALL]}
-    stub.faults.append(ChatFault("truncate"))
-    await engine.chat(ask(), HOW, request_id="b")
-    assert stub.requests[-1] == stub.requests[-2]  # half a call cannot be gone on with
 
 
 async def test_an_endpoint_that_goes_away_and_comes_back(stub: ChatStub, make: Make) -> None:
@@ -296,7 +275,7 @@ async def test_the_key_is_shown_and_never_told(
 
 
 async def test_the_model_is_one_that_is_served(stub: ChatStub, make: Make, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"does not list the model 'gpt-9', but stub: .*model\.path"):
+    with pytest.raises(EngineError, match=r"does not list the model 'gpt-9' .*model\.path"):
         await make(stub, model="gpt-9")
     engine = await make(stub, model="gpt-9", check_model=False)
     with pytest.raises(EngineError, match="`gpt-9` does not exist"):

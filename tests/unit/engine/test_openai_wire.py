@@ -2,21 +2,19 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from openai._models import construct_type
+from openai.types.chat import ChatCompletionChunk
 
 from rollstream.engine.base import ChatPrompt
-from rollstream.engine.openai_wire import (
-    DONE,
-    Turn,
+from rollstream.engine.openai import (
+    ENGINE_KWARGS,
+    Answer,
     endpoint_url,
-    error_code,
-    finish_reason,
-    read_event,
     request_fields,
+    retry_after,
     wire_messages,
 )
-from rollstream.errors import ConfigError, EngineError, TransientEngineError
+from rollstream.errors import ConfigError, EngineError
 from rollstream.trajectory import SamplingParams
 
 HOW = SamplingParams(32, temperature=0.7, top_p=0.9, logprobs=False)
@@ -24,7 +22,7 @@ ASK = ChatPrompt([{"role": "user", "content": "2 + 3 ="}], [1, 2, 3])
 
 
 def fields(prompt: ChatPrompt = ASK, sampling: SamplingParams = HOW, **options: Any) -> dict[str, Any]:
-    return request_fields("m", prompt, sampling, **{"max_tokens_key": "max_tokens", **options})
+    return request_fields("m", prompt, sampling, ENGINE_KWARGS | options)
 
 
 @pytest.mark.parametrize(
@@ -91,19 +89,8 @@ def test_a_request_says_how_to_sample() -> None:
     ],
 )
 def test_what_no_endpoint_gives_is_refused(asked: SamplingParams) -> None:
-    with pytest.raises(EngineError, match="a chat endpoint gives no"):
+    with pytest.raises(EngineError, match="a chat endpoint has no"):
         fields(sampling=asked)
-
-
-def test_a_partial_answer_is_gone_on_with() -> None:
-    sent = fields(partial="the ans", partial_tokens=2)
-    assert sent["messages"][-1] == {"role": "assistant", "content": "the ans"}
-    assert (sent["continue_final_message"], sent["add_generation_prompt"], sent["max_tokens"]) == (
-        True,
-        False,
-        30,
-    )
-    assert fields(partial="x", partial_tokens=99)["max_tokens"] == 1
 
 
 def test_messages_as_endpoints_take_them() -> None:
@@ -149,12 +136,13 @@ def test_images_take_the_places_of_their_parts() -> None:
             wire_messages([message], images)
 
 
-def chunk(delta: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "delta": delta or {}, "finish_reason": None, **more}]}
+def add(answer: Answer, delta: dict[str, Any] | None = None, **more: Any) -> None:
+    choice = {"index": 0, "delta": delta or {}, "finish_reason": None, **more}
+    answer.add(construct_type(type_=ChatCompletionChunk, value={"choices": [choice]}))
 
 
-def test_a_turn_is_put_together() -> None:
-    turn = Turn()
+def test_an_answer_is_put_together() -> None:
+    answer = Answer()
     for delta in [
         {"role": "assistant", "content": None},
         {"reasoning_content": "h"},
@@ -162,13 +150,15 @@ def test_a_turn_is_put_together() -> None:
         {"content": "I "},
         {"content": "add."},
         {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "add", "arguments": '{"x'}}]},
-        {"tool_calls": [{"index": 1, "id": "b", "function": {"name": "sub"}}]},
+        {"tool_calls": [{"id": "b", "function": {"name": "sub"}}]},  # no index: a call of its own
         {"tool_calls": [{"index": 0, "function": {"arguments": '": 1}'}}]},
     ]:
-        turn.add(chunk(delta))
-    turn.add(chunk(finish_reason="tool_calls"))
-    turn.add({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}})
-    assert turn.message() == {
+        add(answer, delta)
+    add(answer, finish_reason="tool_calls")
+    usage = {"prompt_tokens": 9, "completion_tokens": 4}
+    answer.add(construct_type(type_=ChatCompletionChunk, value={"choices": [], "usage": usage}))
+    completion = answer.completion(answer.end("s"))
+    assert completion.message == {
         "role": "assistant",
         "content": "I add.",
         "reasoning_content": "hm",
@@ -177,78 +167,21 @@ def test_a_turn_is_put_together() -> None:
             {"type": "function", "id": "b", "function": {"name": "sub", "arguments": ""}},
         ],
     }
-    assert (turn.total_tokens, finish_reason(turn, "s")) == (13, "stop")
+    assert (completion.usage, completion.finish_reason) == ((9, 4), "stop")
 
 
-def test_calls_without_an_index_and_with_arguments_as_an_object() -> None:
-    turn = Turn()
-    turn.add(chunk({"tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {"x": 1}}}]}))
-    turn.add(chunk({"tool_calls": [{"id": "b", "function": {"name": "g", "arguments": "{"}}]}))
-    turn.add(chunk({"tool_calls": [{"function": {"arguments": "}"}}]}))
-    calls = [call["function"] for call in turn.message()["tool_calls"]]
-    assert calls == [{"name": "f", "arguments": '{"x":1}'}, {"name": "g", "arguments": "{}"}]
-
-
-def test_ends() -> None:
-    meanings = {"stop": "stop", "length": "length", "tool_calls": "stop", "abort": None, None: None}
-    for said, meant in meanings.items():
-        assert finish_reason(Turn(finish_reason=said), "s") == meant
-    with pytest.raises(EngineError, match="content_filter") as caught:
-        finish_reason(Turn(finish_reason="content_filter"), "s")
-    assert not isinstance(caught.value, TransientEngineError)
-    with pytest.raises(TransientEngineError, match="unknown reason: 'odd'"):
-        finish_reason(Turn(finish_reason="odd"), "s")
-
-
-def test_lines_of_a_stream() -> None:
-    for line, expected in [
-        (b'data: {"a": 1}\r\n', {"a": 1}),
-        (b'data:{"a": 1}\n', {"a": 1}),
-        (b'data: {"a": 1}', {"a": 1}),
-        (b'data: {"a"', None),  # half an event is none
-        (b": comment\n", None),
-        (b"event: x\n", None),
-        (b"\n", None),
-    ]:
-        assert read_event(line) == expected
-    assert read_event(b"data: [DONE]\n") is DONE
-
-
-@pytest.mark.parametrize("before", [0, 95, 200])
-def test_what_is_no_event_is_shown_without_the_key_wherever_it_stands(before: int) -> None:
-    with pytest.raises(TransientEngineError, match="no JSON object") as raised:
-        read_event(b"data: " + b"x" * before + b"sk-SECRET\n", lambda text: text.replace("sk-SECRET", "***"))
-    assert "sk-" not in str(raised.value)
-
-
-NAMES = (
-    *("choices", "delta", "message", "tool_calls", "function", "index", "id", "arguments", "name", "usage"),
-    *("content", "reasoning", "finish_reason", "prompt_tokens", "prompt_tokens_details", "text"),
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({}, None),
+        ({"retry-after": "soon"}, None),
+        ({"retry-after": "nan"}, None),
+        ({"retry-after": "1.5"}, 1.5),
+        ({"retry-after-ms": "250", "retry-after": "9"}, 0.25),
+        ({"retry-after": "Thu, 01 Jan 1970 00:01:40 GMT"}, 40.0),
+        ({"retry-after": "Thu, 01 Jan 1970 00:01:40 GMT", "date": "Thu, 01 Jan 1970 00:01:30 GMT"}, 10.0),
+        ({"retry-after": "Thu, 01 Jan 1970 00:00:01 GMT"}, 0.0),
+    ],
 )
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=4),
-    max_leaves=20,
-)
-
-
-@given(st.dictionaries(st.sampled_from(["choices", "usage"]), json_values))
-@example({"choices": [{"finish_reason": [None]}]})
-def test_a_chunk_of_anything_is_read_or_refused(value: dict[str, Any]) -> None:
-    turn = Turn()
-    try:
-        turn.add(value)
-        finish_reason(turn, "s")
-    except EngineError:
-        return
-    message = turn.message()
-    assert isinstance(message["content"], str)
-    for call in message.get("tool_calls", ()):
-        assert isinstance(call["function"]["arguments"], str)
-
-
-def test_error_codes() -> None:
-    assert error_code(b'{"error": {"code": "insufficient_quota", "type": "x"}}') == "insufficient_quota"
-    assert error_code(b'{"error": {"type": "rate_limit_error"}}') == "rate_limit_error"
-    for payload in (b"", b"[]", b'{"error": "text"}', b'{"error": null}'):
-        assert error_code(payload) == ""
+def test_how_long_an_endpoint_asks_to_wait(headers: dict[str, str], seconds: float | None) -> None:
+    assert retry_after(headers, 60.0) == seconds
