@@ -23,30 +23,6 @@ JobState = Literal["running", "finished", "stopped", "failed"]
 GroupState = Literal["open", "judging", "ready", "leased", "quarantined", "delivered", "dropped"]
 
 
-PARAMETERS = frozenset(
-    {
-        "task_type", "remote_engine_url", "remote_buffer_url", "input_file", "num_repeat_per_sample",
-        "num_epoch", "num_process", "sampling_params", "skip_instance_ids", "tokenizer_path", "tools",
-        "engine", "model", "agent_name", "prompt_key", "max_tokens", "max_prompt_length", "max_attempts",
-        "attempt_timeout", "engine_timeout", "max_assistant_turns", "max_user_turns", "tool_format",
-        "group_size", "min_valid_group_size_ratio", "min_valid_item_size_ratio", "group_timeout_seconds",
-        "min_timeout_group_size_ratio", "raw",
-    }
-)  # fmt: skip
-"""The known ones. A generator file may have others of its own."""
-
-_SHORT = 1000
-
-
-def remainder(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a payload that is kept once its job never goes on: known parameters of few bytes."""
-    return {
-        key: value
-        for key, value in payload.items()
-        if key in PARAMETERS and len(msgspec.json.encode(value)) <= _SHORT
-    }
-
-
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True, rename={"task": "task_type"}):
     """One start of a generator, over all restarts of its process."""
 
@@ -55,7 +31,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, rename={"task": "task
     """The store counts jobs: later ones have larger numbers, whatever the clock says."""
     task: str
     payload: dict[str, Any]
-    """As `PayloadRules.check` gives it. A job that another one replaced keeps what `remainder` leaves."""
+    """As `PayloadRules.check` gives it. A job that another one replaced keeps its short values."""
     state: JobState
     started: float
     """Unix time."""

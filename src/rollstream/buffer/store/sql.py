@@ -45,7 +45,6 @@ from rollstream.buffer.store.base import (
     Taken,
     Wanted,
     described,
-    remainder,
 )
 from rollstream.errors import (
     BufferFullError,
@@ -123,6 +122,9 @@ _LEASES_KEPT_S: Final = 7 * 86_400.0
 """An ended lease is known so long: a trainer may ack again from an old checkpoint."""
 
 _FULL: Final = "no room on the disk for items: what is left is for reads and acks; nothing of this was stored"
+
+_SHORT_BYTES: Final = 1000
+"""Values up to this size stay in the payload of a job that another one replaced."""
 
 _JOBS_KEPT: Final = 100
 """Records of earlier jobs are kept so far back, and as long as groups of theirs are known."""
@@ -1234,7 +1236,9 @@ def _put_job(session: _Session, record: JobRecord) -> None:
 
 def _replaced(record: JobRecord) -> JobRecord:
     """A job that another one has replaced never goes on: little of its payload is needed."""
-    return msgspec.structs.replace(record, payload=remainder(record.payload))
+    sizes = {key: len(msgspec.json.encode(value)) for key, value in record.payload.items()}
+    short = {key: value for key, value in record.payload.items() if sizes[key] <= _SHORT_BYTES}
+    return msgspec.structs.replace(record, payload=short)
 
 
 def _decode_job(text: str) -> JobRecord:

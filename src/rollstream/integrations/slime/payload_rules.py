@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollstream.buffer.store.base import PARAMETERS
 from rollstream.errors import ConfigError
 
 _MAX_KEYS = 256
@@ -24,6 +23,18 @@ _DEMO_MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 _REPLACED = ("remote_buffer_url", "rollstream")
 """The server puts its own in their place."""
 _REFUSED = {"tool_config_path", "function_tool_path", "agent_loop_config_path"}
+
+_PARAMETERS = frozenset(
+    {
+        "task_type", "remote_engine_url", "remote_buffer_url", "input_file", "num_repeat_per_sample",
+        "num_epoch", "num_process", "sampling_params", "skip_instance_ids", "tokenizer_path", "tools",
+        "engine", "model", "agent_name", "prompt_key", "max_tokens", "max_prompt_length", "max_attempts",
+        "attempt_timeout", "engine_timeout", "max_assistant_turns", "max_user_turns", "tool_format",
+        "group_size", "min_valid_group_size_ratio", "min_valid_item_size_ratio", "group_timeout_seconds",
+        "min_timeout_group_size_ratio", "raw",
+    }
+)  # fmt: skip
+"""The known ones. A generator file may have others of its own."""
 
 _URL = re.compile(
     r"(https?)://([a-z0-9.-]+|\[[0-9a-f:.]+])(?::([0-9]{1,5}))?(?:/[\w.~%/-]*)?", re.ASCII | re.IGNORECASE
@@ -177,8 +188,8 @@ class PayloadRules:
 def _unknown_keys(payload: Mapping[str, Any]) -> list[str]:
     """A line for each key that the buffer does not know: misspelt, it would do nothing."""
     lines = []
-    for key in payload.keys() - PARAMETERS:
-        close = difflib.get_close_matches(key, PARAMETERS, n=1, cutoff=0.85) if len(key) < 64 else []
+    for key in payload.keys() - _PARAMETERS:
+        close = difflib.get_close_matches(key, _PARAMETERS, n=1, cutoff=0.85) if len(key) < 64 else []
         hint = f"; did you mean {close[0]!r}?" if close and close[0] not in payload else ""
         lines.append(f"{key[:64]!r} is left to the generator file: the buffer does not know it{hint}")
     return sorted(lines)

@@ -319,6 +319,7 @@ async def test_what_no_restart_mends_fails_at_once_and_is_one_line_in_the_server
         record, _ = await jobs.start({**PAYLOAD, "model": error})
         await until(lambda record=record: world.state(record) == "failed")  # type: ignore[misc]
         assert jobs.failures()[0].error == f"{error}: input_file: none"
+        await until(lambda: any(one.levelno >= logging.WARNING for one in caplog.records))
         (line,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
         assert line.getMessage().count("\n") == 0 == bool(line.exc_info)
         assert "input_file: none" in line.getMessage()

@@ -17,7 +17,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from rollstream.integrations.slime.generation import run_generation
+from rollstream.integrations.slime import run_generation
 from rollstream.reward.rules import default_reward
 
 TASK_TYPE = "math"
