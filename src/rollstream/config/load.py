@@ -587,6 +587,7 @@ def _conflicts(settings: Settings) -> Iterator[str]:
     plugged: tuple[tuple[str, Sequence[str], str, tuple[str, ...]], ...] = (
         ("trainer.logger", settings.trainer.logger, "rollstream.trackers", ("console",)),
         ("generation.export", generation.export, "rollstream.exports", ()),
+        ("gateway.sandbox", [settings.gateway.sandbox], "rollstream.sandboxes", ()),
         ("generation.executor", [generation.executor], "rollstream.executors", ("local", "ray")),
     )
     for key, chosen, group, own in plugged:

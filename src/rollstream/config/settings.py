@@ -266,7 +266,8 @@ class GatewaySettings:
     train_side_calls: bool
     max_calls: Count
     max_bytes: Count
-    sandbox: Literal["none", "bubblewrap", "docker", "podman"]
+    sandbox: Text
+    """An entry point of `rollstream.sandboxes`."""
     image: Text | None
     mounts: list[Text]
     network: Literal["auto", "gateway", "host"]

@@ -6,8 +6,8 @@
     <root>/io      its row and its result          <root>/tmp    its temporary folder
 
 Each kind is a command line around the program's; all of them run below a reaper (`engine.reaper`), which holds
-the limits and ends everything with its rollout. Another kind (a hosted sandbox) is a class with the methods of
-`Sandbox` and a line in `_KINDS`.
+the limits and ends everything with its rollout. A kind is a `SandboxKind`, found by an entry point of
+`rollstream.sandboxes`.
 """
 
 import asyncio
@@ -20,13 +20,15 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 import msgspec
 
+from rollstream import plugins
 from rollstream.aio import finish_despite_cancellation
 from rollstream.config.settings import GatewaySettings
 from rollstream.engine import reaper
@@ -81,7 +83,7 @@ class SandboxError(TransientError):
 class SandboxOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Which sandbox. Sizes in bytes, None is no limit."""
 
-    kind: Literal["none", "bubblewrap", "docker", "podman"] = "none"
+    kind: str = "none"
     image: str | None = None
     mounts: tuple[str, ...] = ()
     network: Literal["gateway", "host"] = "host"
@@ -99,7 +101,7 @@ class SandboxOptions(msgspec.Struct, frozen=True, kw_only=True):
                 "gateway.network=gateway: a program without a sandbox reaches whatever this machine does; set "
                 "gateway.sandbox=bubblewrap, or one of containers"
             )
-        if (kind in ("docker", "podman")) != (settings.image is not None):
+        if sandbox_kind(kind).is_container != (settings.image is not None):
             needed = f"gateway.sandbox={kind} needs gateway.image"
             raise ConfigError(needed if settings.image is None else f"gateway.image: {kind} takes none")
         if kind == "none" and settings.mounts:
@@ -124,6 +126,26 @@ class Ended(msgspec.Struct, frozen=True):
     output: str
     """The end of what it wrote to stdout and stderr; no secrets that are known as such."""
     timed_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxKind:
+    """A kind of sandbox: an entry point of `rollstream.sandboxes`."""
+
+    wrap: "Callable[[LocalSandbox, Sequence[str], Mapping[str, str]], tuple[list[str], Mapping[str, str]]]"
+    """The words around a command, and the environment of the outermost one."""
+    check: Callable[[SandboxOptions], None] = lambda options: None
+    """Tries whether there can be one on this machine. Raises `ConfigError`."""
+    is_container: bool = False
+    """Has an image; the engine of its name, and no reaper, holds its limits and ends it by `rm -f`."""
+    own_processes: int = 0
+    """Of the sandbox itself."""
+
+
+def sandbox_kind(name: str) -> SandboxKind:
+    """The kind of a name. Raises `ConfigError`."""
+    kind: SandboxKind = plugins.load("rollstream.sandboxes", name)
+    return kind
 
 
 class Sandbox(Protocol):
@@ -191,7 +213,7 @@ class LocalSandbox:
         self._secrets = secrets
         self._socket = socket
         self._name = f"rollstream-{uuid4().hex[:16]}"
-        self._words = _KINDS[options.kind]
+        self._kind = sandbox_kind(options.kind)
         self._user, self._group = os.getuid(), os.getgid()
         if self._user == 0 and options.kind != "none":
             self._user = self._group = _NOBODY
@@ -217,18 +239,14 @@ class LocalSandbox:
         if self._user != os.getuid():
             os.chown(file, self._user, self._group)
 
-    @property
-    def _in_container(self) -> bool:
-        return self._options.kind in ("docker", "podman")
-
     async def run(self, command: Sequence[str], env: Mapping[str, str], seconds: float | None) -> Ended:
         own = {**env, "HOME": f"{self.root}/home", "TMPDIR": f"{self.root}/tmp", "PYTHONUNBUFFERED": "1"}
-        if self._socket is not None and (self._own_network or self._in_container):
+        if self._socket is not None and (self._own_network or self._kind.is_container):
             port = str(_PORT if self._own_network else 0)
             python = "python3" if self._options.image is not None else sys.executable
             # `_mounts` shows it what its command names: the socket, too.
             command = [python, "-I", "-S", inside.__file__, str(self._socket), port, *command]
-        words, outer = self._words(self, command, own)
+        words, outer = self._kind.wrap(self, command, own)
         try:
             # A pipe of our own: for asyncio's a process has not ended while daemons of it have the other end.
             output, inner_output = os.pipe()
@@ -261,12 +279,12 @@ class LocalSandbox:
 
     def _bounds(self) -> reaper.Bounds:
         options = self._options
-        if self._in_container:  # what it starts is not below the reaper, but its folders are here
+        if self._kind.is_container:  # what it starts is not below the reaper, but its folders are here
             return reaper.Bounds(grace=_GRACE_S, disk=options.disk, folder=self.root)
         return reaper.Bounds(
             grace=_GRACE_S,
             memory=options.memory,
-            processes=options.processes and options.processes + _OWN_PROCESSES[options.kind],
+            processes=options.processes and options.processes + self._kind.own_processes,
             disk=options.disk,
             folder=self.root,
             cpu=options.cpu,
@@ -275,7 +293,7 @@ class LocalSandbox:
 
     async def _end(self, process: ReapedProcess, reading: "asyncio.Task[None]") -> int:
         code = await process.end(_END_S)
-        if self._in_container:
+        if self._kind.is_container:
             await _quietly(self._options.kind, "rm", "-f", self._name)
         await asyncio.wait([reading], timeout=_GRACE_S)
         reading.cancel()
@@ -411,16 +429,6 @@ class LocalSandbox:
             yield folder, folder, True
 
 
-_KINDS = {
-    "none": LocalSandbox._plain,
-    "bubblewrap": LocalSandbox._bubblewrap,
-    "docker": LocalSandbox._docker,
-    "podman": LocalSandbox._docker,
-}
-_OWN_PROCESSES = {"none": 0, "bubblewrap": 3}
-"""Processes of the sandbox itself."""
-
-
 def _parents(path: str) -> Iterator[str]:
     """Words for the folders above a mount, which bwrap itself makes for its own user alone."""
     for folder in reversed(Path(path).parents[:-1]):
@@ -496,32 +504,45 @@ def check_sandbox(options: SandboxOptions) -> None:
         raise ConfigError("programs of command_agent need Linux, which tells what they start")
     for mount in options.mounts:
         read_mount(mount)
-    if options.kind == "none":
-        return
-    program = "bwrap" if options.kind == "bubblewrap" else options.kind
+    sandbox_kind(options.kind).check(options)
+
+
+def _check_program(program: str, kind: str) -> None:
     if shutil.which(program) is None:
         raise ConfigError(
-            f"gateway.sandbox={options.kind}: there is no program {program!r} on this machine: install "
-            f"{options.kind}, or set gateway.sandbox to another one"
+            f"gateway.sandbox={kind}: there is no program {program!r} on this machine: install {kind}, or set "
+            "gateway.sandbox to another one"
         )
-    if options.kind in ("docker", "podman"):
-        said = _said([program, "image", "inspect", "--format", "ok", str(options.image)])
-        if said is not None:
-            raise ConfigError(f"gateway.image={options.image}: {program} has no such image ready: {said}")
-    elif options.kind == "bubblewrap":
-        with tempfile.TemporaryDirectory() as folder:
-            sandbox = LocalSandbox(options, Path(folder))
-            try:
-                sandbox._make_folders()
-                said = _said(sandbox._bubblewrap([sys.executable, "-I", "-S", "-c", ""], {})[0])
-            except OSError as error:  # a root that has no other users
-                said = str(error)
-        if said is not None:
-            raise ConfigError(
-                f"gateway.sandbox=bubblewrap does not work on this machine (it says: {said}): it needs user "
-                "namespaces, which containers and some systems forbid; under root setpriv, and a Python that "
-                "everybody may run"
-            )
+
+
+def _check_container(options: SandboxOptions) -> None:
+    program = options.kind
+    _check_program(program, program)
+    said = _said([program, "image", "inspect", "--format", "ok", str(options.image)])
+    if said is not None:
+        raise ConfigError(f"gateway.image={options.image}: {program} has no such image ready: {said}")
+
+
+def _check_bubblewrap(options: SandboxOptions) -> None:
+    _check_program("bwrap", options.kind)
+    with tempfile.TemporaryDirectory() as folder:
+        sandbox = LocalSandbox(options, Path(folder))
+        try:
+            sandbox._make_folders()
+            said = _said(sandbox._bubblewrap([sys.executable, "-I", "-S", "-c", ""], {})[0])
+        except OSError as error:  # a root that has no other users
+            said = str(error)
+    if said is not None:
+        raise ConfigError(
+            f"gateway.sandbox=bubblewrap does not work on this machine (it says: {said}): it needs user "
+            "namespaces, which containers and some systems forbid; under root setpriv, and a Python that "
+            "everybody may run"
+        )
+
+
+NONE = SandboxKind(LocalSandbox._plain)
+BUBBLEWRAP = SandboxKind(LocalSandbox._bubblewrap, _check_bubblewrap, own_processes=3)
+CONTAINER = SandboxKind(LocalSandbox._docker, _check_container, is_container=True)
 
 
 def _said(command: Sequence[str]) -> str | None:
