@@ -1,6 +1,5 @@
 """`rollstream eval` on runs: what it reads, what it says, and its exit code."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +7,11 @@ import orjson
 import pytest
 
 from rollstream.cli import build_parser, main
-from rollstream.evaluate import joined, read_runs, samples_of
+from rollstream.evaluate import read_runs, samples_of
 from rollstream.evaluate.metrics import SOLVED_AT, summarize
 from rollstream.store.export.run import export_run
-from rollstream.store.paths import RunPaths
 from rollstream.trajectory import Failure, Rollout
-from tests.support.view_runs import agent_run, failure, rollout, write_run, writing
+from tests.support.view_runs import agent_run, failure, rollout, write_run
 
 Report = dict[str, Any]
 
@@ -82,36 +80,6 @@ def test_shards_are_one_run_and_an_export_has_no_failures(
     assert "does not hold the rollouts that failed" in capsys.readouterr().out
     (exported,) = read_runs([file])
     assert summarize(exported.samples) == summarize(samples_of(one for one in records if one.index == 1))
-
-
-def test_a_run_that_is_written(tmp_path: Path) -> None:
-    async def look() -> None:
-        async with writing(tmp_path, prompts=2, rows=2) as writer:
-            seen = []
-            for one in some([[1.0, 0.0], [0.0]]):
-                await writer.commit(one)
-                (run,) = await asyncio.to_thread(read_runs, [tmp_path])
-                seen.append(len(run.samples))
-            assert seen == [1, 2, 3]
-
-    asyncio.run(look())
-
-
-def test_what_is_sealed_while_it_is_read_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A journal that was listed is a batch, which was not listed, when its turn comes."""
-    records = [*some([[1.0, 0.0]] * 4), failure(9, 0)]
-    write_run(tmp_path, records, n=2, prompts=5, seal=False)
-    listed = RunPaths.batch_numbers
-
-    def sealed_meanwhile(paths: RunPaths) -> Any:
-        found = listed(paths)
-        monkeypatch.undo()
-        write_run(paths.root, [], n=2, prompts=5)
-        return found
-
-    monkeypatch.setattr(RunPaths, "batch_numbers", sealed_meanwhile)
-    (read,) = read_runs([tmp_path])
-    assert summarize(read.samples) == summarize(samples_of(records)) and not read.rows.damage
 
 
 def test_by_a_column_of_the_prompt_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,7 +226,3 @@ def test_solved_is_one_rule_and_missing_rewards_are_what_one_says(
     (said,) = judged(capsys, root, "--solved-at", 0.4, "--missing-as", 0)["runs"]
     assert said["reward"]["mean"] == pytest.approx(1.4 / 4)
     assert said["passes"][1]["pass_at"]["mean"] == 1.0 and said["passes"][1]["pass_hat"]["mean"] == 0.0
-
-
-def test_samples_of_several_runs_are_joined(runs: Path) -> None:
-    assert len(joined([one.samples for one in read_runs([runs])]).keys) == 12
