@@ -144,13 +144,14 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from rollstream.store.summary import read_failures, read_status, read_unscored, status_json
+    from rollstream.store.run import Run
+    from rollstream.store.summary import read_status, read_unscored, status_json
 
     if options.failed or options.unscored:
         import msgspec
 
         rows: Iterable[object] = (
-            read_failures(options.run_dir)
+            Run.open(options.run_dir).failures()
             if options.failed
             else read_unscored(options.run_dir, options.scores)
         )
@@ -341,9 +342,9 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from rollstream.store.find import find_trajectory
+    from rollstream.store.run import Run
 
-    found = find_trajectory(options.run_dir, options.index, options.repeat, options.trajectory)
+    found = Run.open(options.run_dir).find(options.index, options.repeat, options.trajectory)
     if options.json:
         print(orjson.dumps(found.row, option=orjson.OPT_INDENT_2).decode())
         return 0

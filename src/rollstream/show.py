@@ -9,7 +9,7 @@ from rich.text import Text
 
 from rollstream.chat.token_text import TokenText, read_token_text
 from rollstream.errors import ConfigError
-from rollstream.store.find import FoundTrajectory
+from rollstream.store.run import FoundTrajectory
 from rollstream.trajectory import is_side_call
 from rollstream.untrusted import printable
 
@@ -58,8 +58,8 @@ def print_trajectory(found: FoundTrajectory, *, tokens: bool, console: Console |
             f"{sampled} of them sampled (mask 1)"
         )
     )
-    if row["response_logprobs"] is not None and found.manifest.logprobs_text:
-        console.print(_text(f"log-probs: {found.manifest.logprobs_text}"))
+    if row["response_logprobs"] is not None and found.run.manifest.logprobs_text:
+        console.print(_text(f"log-probs: {found.run.manifest.logprobs_text}"))
     if len(row["policy_versions"]) > 1 or row["policy_versions"][0]["version"] != 0:
         console.print(_text(f"policy versions: {_versions(row['policy_versions'])}"))
     texts = _token_text(found)
@@ -89,7 +89,7 @@ def _versions(runs: Sequence[dict[str, int]]) -> str:
 def _token_text(found: FoundTrajectory) -> TokenText | None:
     """The texts of the run's tokens; None where it keeps no tokenizer."""
     try:
-        return read_token_text(found.root)
+        return read_token_text(found.run.root)
     except ConfigError:
         return None
 

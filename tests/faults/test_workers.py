@@ -14,7 +14,7 @@ from rollstream.rollout import concurrency, executor
 from rollstream.rollout.executor import WorkerBackend
 from rollstream.rollout.processes import ProcessBackend
 from rollstream.rollout.worker_host import BuiltWorker, LocalBackend, WorkerRecipe
-from rollstream.store.summary import read_failures
+from rollstream.store.run import Run
 from rollstream.trajectory import PromptRow
 from tests.faults.ray_nodes import nodes
 from tests.support.until import PATIENCE_S, until
@@ -71,7 +71,7 @@ async def test_a_rollout_that_kills_its_worker_hurts_itself_only(
         async with asyncio.timeout(300):
             await harness.work(12)
         deaths = harness.executor.deaths
-    failures = list(read_failures(tmp_path))
+    failures = list(Run.open(tmp_path).failures())
     assert {(failure.index, failure.repeat) for failure in failures} == {(7, 0), (7, 1)}
     assert all("WorkerDiedError" in failure.error for failure in failures)
     # Four unsuspected ones, which both repeats may share, some in company that gets smaller, one alone each. Company
@@ -146,7 +146,7 @@ async def test_when_all_have_lost_their_engine_the_run_says_so(tmp_path: Path, b
         with pytest.raises(EngineLostError, match="it has gone"):
             async with asyncio.timeout(PATIENCE_S):
                 await harness.work(20)
-    assert list(read_failures(tmp_path)) == []
+    assert list(Run.open(tmp_path).failures()) == []
 
 
 @pytest.mark.parametrize("backend", ["local", "processes"], indirect=True)
@@ -179,7 +179,7 @@ async def test_rows_that_cannot_be_read_or_travel_fail_alone(tmp_path: Path, bac
         async with asyncio.timeout(PATIENCE_S):
             await harness.work(6)
     bad = {2} if backend is Here else {2, 4}
-    failures = {(one.index, one.repeat): one for one in read_failures(tmp_path)}
+    failures = {(one.index, one.repeat): one for one in Run.open(tmp_path).failures()}
     assert set(failures) == {(index, repeat) for index in bad for repeat in range(2)}
     assert {one.stage for one in failures.values()} == {"prompt"}
     if 4 in bad:

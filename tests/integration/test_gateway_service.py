@@ -13,7 +13,8 @@ import pytest
 
 from rollstream.demo import MODEL_PATH
 from rollstream.store.export.run import export_run
-from rollstream.store.summary import read_failures, read_status
+from rollstream.store.run import Run
+from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
 from tests.faults.runs import stub_server, write_prompts
 from tests.support.gateway import COMMAND, GatewayProcess, serve_gateway
@@ -65,7 +66,7 @@ def test_a_fleet_works_off_a_prompt_file(tmp_path: Path, engine: str) -> None:
         for asked in ({"instance_id": 3}, {"instance_id": "2"}, {"row": {"prompt": "x"}}):
             assert server.post("/v1/sessions", asked)[0] in (400, 404)
         assert server.stop() == 0
-    assert [failure.index for failure in read_failures(folder)] == [0]
+    assert [failure.index for failure in Run.open(folder).failures()] == [0]
     assert not (folder / "trajectories.parquet").exists()
     words = ["--config", str(folder / "config.yaml"), "generation.retry_failed=true"]
     with serve_gateway(folder, engine, *words) as server:

@@ -16,7 +16,7 @@ from rollstream.generation.export_images import run_images
 from rollstream.generation.run import as_config, generate
 from rollstream.integrations.verl.dataproto import read_dataproto
 from rollstream.store.export.run import export_run
-from rollstream.store.find import find_trajectory
+from rollstream.store.run import Run
 from rollstream.testing.scripted import ScriptedRequest
 from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.testing.text_rules import answer_by_text
@@ -70,7 +70,7 @@ async def test_images_of_rows_reach_the_server_and_keep_their_placeholders(tmp_p
         result = await generate(as_config(overrides(tmp_path, server)))
         assert (result.completed, result.failed) == (3, 0)
         assert server.stats.images == 3
-    rows = [find_trajectory(tmp_path / "run", index).row for index in range(3)]
+    rows = [Run.open(tmp_path / "run").find(index).row for index in range(3)]
     assert [row["prompt_ids"].count(IMAGE_PAD) for row in rows] == [4, 8 + 4, 0]
     assert "one.png" in json.dumps(rows[1]["messages"])
     assert "base64" not in json.dumps([row["messages"] for row in rows] + [row["extra"] for row in rows])
@@ -102,7 +102,7 @@ async def test_an_image_that_a_tool_returns_goes_on_to_the_server(tmp_path: Path
         )
         assert (result.completed, result.failed) == (1, 0)
         assert server.stats.images == 1
-    row = find_trajectory(tmp_path / "run", 0).row
+    row = Run.open(tmp_path / "run").find(0).row
     assert row["response_ids"].count(IMAGE_PAD) == 2 * 3
     assert row["num_turns"] == 4
     assert "base64" not in json.dumps(row["messages"])
@@ -196,4 +196,4 @@ async def test_the_command_of_the_page(tmp_path: Path) -> None:
             check=False,
         )
     assert done.returncode == 0, done.stderr
-    assert find_trajectory(tmp_path / "outputs" / "images", 0).row["prompt_ids"].count(IMAGE_PAD) == 4
+    assert Run.open(tmp_path / "outputs" / "images").find(0).row["prompt_ids"].count(IMAGE_PAD) == 4

@@ -17,7 +17,8 @@ import pytest
 from rollstream.demo import MODEL_PATH
 from rollstream.errors import ConfigError, RollstreamError
 from rollstream.generation.run import as_config, generate, run_generation
-from rollstream.store.summary import read_failures, read_status
+from rollstream.store.run import Run
+from rollstream.store.summary import read_status
 from rollstream.testing.stub_faults import Latency
 from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.testing.text_rules import answer_by_text
@@ -112,7 +113,7 @@ async def test_images_need_not_be_where_the_workers_are(tmp_path: Path) -> None:
     assert on_ray.drop_columns(list(TIMES)).equals(local.drop_columns(list(TIMES)))
     assert f"/proc/self/fd/{fd}" in on_ray["messages"][0].as_py()
     failures = [
-        sorted((one.index, one.repeat, one.stage, one.error) for one in read_failures(tmp_path / name))
+        sorted((one.index, one.repeat, one.stage, one.error) for one in Run.open(tmp_path / name).failures())
         for name in ("local", "ray")
     ]
     assert failures[0] == failures[1]

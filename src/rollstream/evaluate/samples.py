@@ -12,8 +12,9 @@ import numpy.typing as npt
 import orjson
 
 from rollstream.errors import ConfigError
-from rollstream.store.columns import Part, RunColumns
-from rollstream.store.manifest import no_run, read_manifest, require_manifest, shard_group
+from rollstream.store.columns import RunColumns
+from rollstream.store.manifest import no_run, read_manifest, shard_group
+from rollstream.store.run import Run
 from rollstream.store.summary import read_total
 from rollstream.trajectory import Failure, Rollout
 from rollstream.untrusted import open_regular
@@ -165,31 +166,30 @@ def read_runs(
         ConfigError: there is no run at one of them.
         RunDirectoryError: a `run.json` cannot be read.
     """
-    for name, parts in find_runs(places):
-        chosen = [part if part.manifest is None else replace(part, scores=scores) for part in parts]
-        yield _read_run(names.get(name, name), chosen)
+    for name, parts in find_runs(places, scores):
+        yield _read_run(names.get(name, name), parts)
 
 
-def find_runs(places: Iterable[Path]) -> list[tuple[str, list[Part]]]:
+def find_runs(places: Iterable[Path], scores: str | None = None) -> list[tuple[str, list[Run | Path]]]:
     """Names and folders of the runs at some places, each once. Arguments and errors as of `read_runs`."""
-    runs = dict[object, tuple[str, dict[Path, Part]]]()
-    for part in [part for place in places for part in _parts(place)]:
-        group = None if part.manifest is None else shard_group(part.manifest)
-        _, parts = runs.setdefault(group or part.root.resolve(), (str(part.root), {}))
-        parts.setdefault(part.root.resolve(), part)  # it may be named twice
+    runs = dict[object, tuple[str, dict[Path, Run | Path]]]()
+    for part in [part for place in places for part in _parts(place, scores)]:
+        root, group = (part.root, shard_group(part.manifest)) if isinstance(part, Run) else (part, None)
+        _, parts = runs.setdefault(group or root.resolve(), (str(root), {}))
+        parts.setdefault(root.resolve(), part)  # it may be named twice
     return [(name, [*parts.values()]) for name, parts in runs.values()]
 
 
-def _parts(place: Path) -> list[Part]:
+def _parts(place: Path, scores: str | None) -> Sequence[Run | Path]:
     if place.is_file() and _may_be_parquet(place):
-        return [Part(place, None)]
+        return [place]
     if (manifest := read_manifest(place)) is not None:
-        return [Part(place, manifest)]
+        return [Run(place, manifest, scores)]
     inside = [path.parent for path in place.glob("*/run.json")]
     if not inside:
         raise ConfigError(f"{no_run(place)}, or a Parquet file that `rollstream export` made")
     inside.sort(key=lambda path: (path.is_symlink(), _in_order(path.name)))  # `latest` is one of the others
-    return [Part(path, require_manifest(path)) for path in inside]
+    return [Run.open(path, scores) for path in inside]
 
 
 def _may_be_parquet(file: Path) -> bool:
@@ -205,15 +205,15 @@ def _in_order(name: str) -> list[tuple[int, str]]:
     return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", name)]
 
 
-def _read_run(name: str, parts: list[Part]) -> JudgedRun:
+def _read_run(name: str, parts: list[Run | Path]) -> JudgedRun:
     rows = RunColumns(parts)
     rows.refresh()
-    manifest = parts[0].manifest
-    totals = [read_total(part.root) for part in parts if part.manifest is not None]
-    total = None if manifest is None or None in totals else sum(one for one in totals if one is not None)
+    runs = [part for part in parts if isinstance(part, Run)]
+    totals = [read_total(run.root) for run in runs]
+    total = None if not runs or None in totals else sum(one for one in totals if one is not None)
     if len(parts) > 1:
         name = f"{name} and {len(parts) - 1} more shards"
-    return JudgedRun(name, rows, samples_of_run(rows), None if manifest is None else manifest.n, total)
+    return JudgedRun(name, rows, samples_of_run(rows), runs[0].manifest.n if runs else None, total)
 
 
 def labels_of_run(rows: RunColumns, name: str) -> list[str | None]:

@@ -53,7 +53,7 @@ from rollstream.store.manifest import (
 )
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import EncodedRollout, RecordCodec
-from rollstream.store.recovery import inspect
+from rollstream.store.run import Run
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run
 from rollstream.store.summary import FailureCause, write_checkpoint
 from rollstream.store.writer import StoreWriter
@@ -243,7 +243,7 @@ def _adopt(root: Path, plan: Plan, report: ScoreReport | None) -> None:
         and manifest.reward != adopted.reward
         and not nothing_done
     ):
-        done = inspect(root)[1].keys.done
+        done = Run(root, manifest).state().keys.done
         if report is None or report.rollouts < done:
             raise RunDirectoryError(
                 f"{root}: {done} rollouts are finished, of which {report.rollouts if report else 0} could be scored "
@@ -284,7 +284,7 @@ def check_run_directory(plan: Plan, manifest: Manifest | None) -> tuple[Manifest
         )
     if manifest.identity == plan.manifest.identity and manifest.reward == plan.manifest.reward:
         return None, False
-    state = inspect(root)[1]
+    state = Run(root, manifest).state()
     nothing_done = not (state.keys.done or state.damage or RunPaths(root).damaged.is_dir())
     adopted = adopted_manifest(
         root,

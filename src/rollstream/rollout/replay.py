@@ -39,10 +39,9 @@ from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.setup import load_configured_reward
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.rollout.worker_host import BuiltWorker, LocalBackend
-from rollstream.store.keys import KeyStates
 from rollstream.store.manifest import LOOP_IDENTITY, Manifest
 from rollstream.store.records import EncodedRollout, RecordCodec, json_text, scoring_failed
-from rollstream.store.recovery import inspect
+from rollstream.store.run import Run
 from rollstream.store.scores import (
     SCORED_COLUMNS,
     ScoredRollout,
@@ -53,7 +52,6 @@ from rollstream.store.scores import (
     score_folder,
     seal_scores,
 )
-from rollstream.store.stream import run_tables
 from rollstream.trajectory import (
     Failure,
     PromptRow,
@@ -212,17 +210,13 @@ class _Pass:
 
     def __init__(
         self,
-        root: Path,
-        n: int,
+        run: Run,
         snapshots: SnapshotRule,
         journal: ScoreJournal,
-        note: Callable[[str], object],
     ) -> None:
-        self._root = root
-        self._n = n
+        self._run = run
         self._snapshots = snapshots
         self._journal = journal
-        self._note = note
         self._rows: dict[int, PromptRow] = {}
         """Given out and not durable yet."""
         self._codec = RecordCodec()
@@ -231,8 +225,7 @@ class _Pass:
 
     def keys(self, earlier: "ScoredTimes") -> Iterator[RolloutKey]:
         """The rollouts that are not scored yet."""
-        seen = KeyStates(self._n)
-        for table in run_tables(self._root, _COLUMNS, self._note):
+        for table in self._run.rows(_COLUMNS):
             has_text = pc.match_substring(table["messages"], _TEXT).to_pylist()
             ids, mask = table["response_ids"], table["response_mask"]
             rows: list[dict[str, Any]] = table.drop_columns(["response_ids", "response_mask"]).to_pylist()
@@ -243,7 +236,7 @@ class _Pass:
                 key = RolloutKey(row["index"], row["repeat"])
                 if at + 1 < len(rows) and key == RolloutKey(rows[at + 1]["index"], rows[at + 1]["repeat"]):
                     continue
-                if seen.mark_done(*key_of(row)) and not earlier.holds(*key_of(row), row["finished_at"]):
+                if not earlier.holds(*key_of(row), row["finished_at"]):
                     self._rows[self._given] = self._row(self._given, trajectories)
                     self._given += 1
                     yield RolloutKey(self._given - 1, 0)
@@ -385,7 +378,8 @@ async def score_run(
         RunDirectoryError: no run directory, nothing in it, or another process scores under this name.
         StorageError: the disk is full; what was scored is safe.
     """
-    manifest, state = inspect(root)
+    run = Run.open(root)
+    manifest, state = run.manifest, run.state()
     if not state.keys.done:
         raise RunDirectoryError(f"{root} holds no finished rollout yet")
     rule = snapshots or snapshot_rule(manifest)
@@ -416,7 +410,7 @@ async def score_run(
                     earlier.discard(*failed_key)
                 failed = set()
             done = len(earlier)
-            one_pass = _Pass(root, manifest.n, rule, journal, report.damage.append)
+            one_pass = _Pass(run, rule, journal)
 
             def settled(result: Rollout | EncodedRollout | Failure) -> None:
                 one_pass.settled(result)
@@ -425,7 +419,7 @@ async def score_run(
 
             worker = None if in_memory is None else build_worker(in_memory, root)
             await _run(one_pass, earlier, ReplayRecipe(reward, root), worker, processes, settled)
-            report.now = one_pass.scored
+            report.now, report.damage = one_pass.scored, run.damage
         _summarise(paths, facts.id, report)
     return report
 

@@ -20,10 +20,10 @@ from rollstream.data.values import BadRow
 from rollstream.errors import DataError, TransientError
 from rollstream.sessions.service import CreateSession, Ended, Place, SessionInfo, session_of
 from rollstream.store.batch import read_tables
-from rollstream.store.find import find_trajectory
 from rollstream.store.records import EncodingError
+from rollstream.store.run import Run
 from rollstream.store.run_dir import RunDirectory
-from rollstream.store.summary import read_failures, write_checkpoint
+from rollstream.store.summary import write_checkpoint
 from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey
 from rollstream.web import HTTPError
@@ -121,7 +121,7 @@ class RunSink:
                     if self._dataset is None:
                         self._indices[row["prompt_key"]] = row["index"]
         if self._dataset is None:
-            for failure in read_failures(self._run.paths.root):
+            for failure in Run(self._run.paths.root, self._run.manifest).failures():
                 self._indices.setdefault(failure.prompt_key, failure.index)
             self._next = max(self._indices.values(), default=-1) + 1
 
@@ -177,7 +177,7 @@ class RunSink:
         """See `Sink`. The rollout itself says what the session was finished with."""
         for at in np.flatnonzero(self._ids == _number(id)).tolist():
             index, repeat = divmod(at, self._n)
-            one = await asyncio.to_thread(find_trajectory, self._run.paths.root, index, repeat)
+            one = await asyncio.to_thread(Run.open(self._run.paths.root).find, index, repeat)
             found = session_of(one.row["extra"])
             if found is not None and found[0] == id:
                 info = SessionInfo(id, "finished", index=index, repeat=repeat, trajectories=one.siblings)

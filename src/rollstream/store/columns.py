@@ -1,16 +1,13 @@
 """The scalars of all trajectories of a run, as arrays: what is filtered, sorted and counted.
 
 A row is a number: rows are in the order in which they were read, and keep their numbers as long as the run is
-looked at. A file that is new or was changed is read, of a journal only what is new; rollouts that are there already
-are left out: a journal becomes a batch, batches become the artifact, and are pruned.
+looked at. Only what is new is read (`Run.follow`); rollouts that are there already are left out.
 """
 
 import copy
-import functools
 import math
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,46 +17,19 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from rollstream.errors import DamageError, RollstreamError
-from rollstream.store.batch import (
-    KEY_COLUMNS,
-    METRIC_NAMES,
-    DamagedFileError,
-    belongs_to,
-    build_table,
-    column_values,
-    open_parquet,
-    read_group,
-    reading,
-    to_arrow,
-    to_arrow_texts,
-)
+from rollstream.errors import RollstreamError
+from rollstream.store.batch import KEY_COLUMNS, METRIC_NAMES, column_values, to_arrow, to_arrow_texts
 from rollstream.store.journal import FILE_HEADER_SIZE, ScanReport, scan
 from rollstream.store.manifest import Manifest
-from rollstream.store.merge import holds_other_batches, is_current
-from rollstream.store.paths import RunPaths
-from rollstream.store.records import FailureRecord, RecordCodec, RolloutRecord
-from rollstream.store.scores import SCORED_COLUMNS, Rewards
+from rollstream.store.records import FailureRecord, RecordCodec
+from rollstream.store.run import ARTIFACT, Run, Seen, SeenFile, read_groups
+from rollstream.store.scores import SCORED_COLUMNS
 from rollstream.trajectory import failure_cause
 
 Array = npt.NDArray[Any]
 
-_ARTIFACT: Final = -1
-"""Number of a part's file that is no batch: its artifact, or an exported file."""
 _REPEAT_BITS: Final = 31
-_SLAB: Final = 128
-"""Row groups that are read together: few calls, and little memory."""
-_MOST_BYTES: Final = 1 << 28
-"""Bytes of a row group in memory: it is written at some 8 MiB, or with one row that is larger."""
-_MOST_VALUES: Final = 1 << 25
-"""Values of a column in a row group: more tokens than `_MOST_BYTES` has."""
-_MOST_REPEATED: Final = 1 << 32
-_WIDE_TEXTS: Final = ("messages", "ground_truth", "extra")
-"""Columns that are written without a dictionary: by one, the same text stands in many rows."""
-_LOOKS: Final = 5
-"""Looks at a run whose files are sealed and merged while it is read; each is as long as what is new takes."""
 _MOST_PARTS: Final = 30
 """Parts of rewards that become columns."""
 _MOST_ERROR: Final = 4096
@@ -96,60 +66,26 @@ Piece = dict[str, Any]
 """Columns of some rows: numbers as arrays, texts as Arrow's dictionary arrays."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A run directory, or one Parquet file; a run in shards has several."""
+class RunColumns:
+    """The scalars of a run, of its shards, or of an exported file.
 
-    root: Path
-    manifest: Manifest | None
-    scores: str | None = None
-    """Whose rewards; None: the run's own."""
-
-    def paths(self, number: int) -> list[Path]:
-        """Where the rows of a batch's or journal's number may be, the likeliest first."""
-        if self.manifest is None:
-            return [self.root]
-        paths = RunPaths(self.root)
-        own = [] if number == _ARTIFACT else [paths.batch(number), paths.journal(number)]
-        return [*own, paths.artifact]
-
-
-@dataclass(slots=True)
-class _File:
-    """What has been read of a batch (or artifact), and of the journal that it was.
-
-    After a pruning, numbers are given again: another file may come in its place.
+    One thread reads what is new (`refresh`); others look at a `snapshot`.
     """
 
-    part: int
-    number: int
-    version: tuple[int, ...] = ()
-    """As the batch was; empty before it is read."""
-    journal: int = 0
-    """Inode of the journal."""
-    end: int = FILE_HEADER_SIZE
-    """Of what has been read of it."""
-
-
-class RunColumns:
-    """The scalars of a run. One thread reads what is new (`refresh`); others look at a `snapshot`."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Run | Path]) -> None:
         self.parts = list(parts)
         self.rows = 0
         self.damage: list[str] = []
         self.selections: OrderedDict[tuple[str, str], Array] = OrderedDict()
         """Rows by filter and sort, for who asks again."""
         self._columns: Piece = {name: _filled(kind, 0) for name, kind in _TYPES.items()}
-        self._files: dict[tuple[int, int], _File] = {}
-        self._batches: dict[int, list[int]] = {}
-        """Numbers of a part's batches at the last look."""
+        self._seen = [Seen() for _ in self.parts]
+        self._codes: dict[tuple[int, int], int] = {}
+        """By part and number of a file, what the column `_FILE` says."""
         self._failures: dict[tuple[int, int], FailureRecord] = {}
         self._failed_ends: dict[Path, int] = {}
         self._causes: set[str] = set()
         self._codec = RecordCodec()
-        self._rewards: dict[Path, Rewards] = {}
-        """By part, those that counted when it was first read."""
         self._sorted: tuple[int, Array, Array] = (0, np.zeros(0, np.int64), np.zeros(0, np.int64))
 
     # -- what there is
@@ -266,49 +202,34 @@ class RunColumns:
         """
         wanted = np.zeros(self.rows, bool)
         wanted[rows] = True
-        files = list(self._files.values())
-        for code in np.unique(self[_FILE][rows]).tolist():
-            part = self.parts[files[code].part]
-            for path in part.paths(files[code].number):  # where the number was given again, in the artifact
-                chosen = np.flatnonzero(wanted & (self[_FILE] == code))
-                if not len(chosen):
-                    break
-                try:
-                    for table in self._tables(path, part, chosen, names):
-                        found = self.rows_at(*(column_values(table[name]) for name in KEY_COLUMNS))
-                        found = np.where((found >= 0) & wanted[found], found, -1)
-                        wanted[found[found >= 0]] = False
-                        yield found, table
-                except FileNotFoundError:
-                    continue
-                except (RollstreamError, OSError) as error:
-                    self._note(error)
-
-    def _tables(self, path: Path, part: Part, rows: Array, names: Sequence[str] | None) -> Iterator[pa.Table]:
-        manifest = part.manifest
         names = None if names is None else [*dict.fromkeys((*SCORED_COLUMNS, *names))]
-        if path.suffix == ".rsj":
-            assert manifest is not None
-            keys = set(zip(self["index"][rows].tolist(), self["repeat"][rows].tolist(), strict=True))
-            for frame in scan(path, manifest.run_id_bytes, ScanReport()):
-                if (frame.index, frame.repeat) in keys:
-                    table = self._current(part, build_table([RecordCodec().decode_rollout(frame.body)]))
-                    yield table if names is None else table.select(names)
-            return
-        indices = np.unique(self["index"][rows])
-        with _open(path) as file, reading(path):
-            low, high = _footer(path, *_version(path))[1:]
-            holds = np.searchsorted(indices, low) < np.searchsorted(indices, high, side="right")
-            for group in np.flatnonzero(holds).tolist():
-                yield self._current(part, read_group(file, group, names))
+        files = list(self._codes)
+        for code in np.unique(self[_FILE][rows]).tolist():
+            at, number = files[code]
+            chosen = np.flatnonzero(wanted & (self[_FILE] == code))
+            try:
+                for table in self._tables(self.parts[at], number, np.unique(self["index"][chosen]), names):
+                    found = self.rows_at(*(column_values(table[name]) for name in KEY_COLUMNS))
+                    found = np.where((found >= 0) & wanted[found], found, -1)
+                    wanted[found[found >= 0]] = False
+                    yield found, table
+                    if not wanted[chosen].any():
+                        break
+            except (RollstreamError, OSError) as error:
+                self._note(error)
 
-    def _current(self, part: Part, table: pa.Table) -> pa.Table:
-        """Rows with the rewards that count; an exported file has its own."""
-        if part.manifest is None:
-            return table
-        if part.root not in self._rewards:
-            self._rewards[part.root] = Rewards(part.root, part.scores)
-        return self._rewards[part.root].current(table)
+    def _tables(
+        self, part: Run | Path, number: int, indices: Array, names: Sequence[str] | None
+    ) -> Iterator[pa.Table]:
+        if isinstance(part, Run):
+            yield from part.rows_of(number, indices, names)
+            self._take_damage(part)
+            return
+        for table in read_groups(part, names, indices):
+            if isinstance(table, pa.Table):
+                yield table
+            else:
+                self._note(table)
 
     # -- reading what is new
 
@@ -316,93 +237,43 @@ class RunColumns:
         """Reads what is new; says whether there was anything."""
         before, pieces = (self.rows, len(self._failures), len(self.damage)), list[Piece]()
         for at, part in enumerate(self.parts):
-            for _ in range(_LOOKS):
-                try:
-                    for piece in self._read_new(at, part):
-                        pieces.append(piece)
-                except (RollstreamError, OSError) as error:
-                    if _is_gone(error):
-                        continue
-                    self._note(error)
-                break
+            try:
+                for code, table in self._new_tables(at):
+                    pieces.append(_scalars(table, code))
+            except (RollstreamError, OSError) as error:
+                self._note(error)
+            if isinstance(part, Run):
+                self._take_damage(part)
         if pieces:
             self._append(pieces)
         return before != (self.rows, len(self._failures), len(self.damage))
 
+    def _take_damage(self, run: Run) -> None:
+        for line in run.damage:
+            self._note(line)
+
     def _note(self, error: Exception | str) -> None:
-        if not _is_gone(error) and str(error) not in self.damage:
+        if str(error) not in self.damage:
             self.damage.append(str(error))
 
-    def _file(self, at: int, number: int) -> tuple[int, _File]:
-        """A file's code, and what is known of it."""
-        file = self._files.setdefault((at, number), _File(at, number))
-        return list(self._files).index((at, number)), file
+    def _new_tables(self, at: int) -> Iterator[tuple[int, pa.Table]]:
+        """Rows that were not read yet, by the code of their file."""
+        part, seen = self.parts[at], self._seen[at]
+        if isinstance(part, Run):
+            for number, table in part.follow(_READ, seen, _CODED):
+                yield self._code(at, number), table
+            for path in part.paths.failure_files():
+                self._read_failures(path, part.manifest)
+        elif not seen.files:
+            seen.files[ARTIFACT] = SeenFile()
+            for table in read_groups(part, _READ, None, _CODED):
+                if isinstance(table, pa.Table):
+                    yield self._code(at, ARTIFACT), table
+                else:
+                    self._note(table)
 
-    def _read_new(self, at: int, part: Part) -> Iterator[Piece]:
-        if part.manifest is None:
-            yield from self._read_parquet(at, _ARTIFACT)
-            return
-        paths, run_id = RunPaths(part.root), part.manifest.run_id
-        journals = paths.journal_numbers()  # before the batches: one sealed meanwhile is then seen as batch
-        numbers, before = paths.batch_numbers(), self._batches.get(at)
-        whole = (
-            before is None and is_current(paths, run_id) and (yield from self._read_parquet(at, _ARTIFACT))
-        )
-        for number in numbers if whole else ():  # their rows are the artifact's
-            self._file(at, number)[1].version = _version(paths.batch(number))
-        for number in numbers:
-            yield from self._read_parquet(at, number)
-        for number in journals:
-            if number not in numbers:
-                yield from self._read_journal(at, number, paths.journal(number), part.manifest)
-        if before != numbers and not whole and holds_other_batches(paths, run_id, numbers):
-            yield from self._read_parquet(at, _ARTIFACT)
-        self._batches[at] = numbers
-        for path in paths.failure_files():
-            self._read_failures(path, part.manifest)
-
-    def _read_parquet(self, at: int, number: int) -> Generator[Piece, None, bool]:
-        """The rows of a batch, artifact or exported file that was not read yet; says whether it was read whole."""
-        part, (code, known) = self.parts[at], self._file(at, number)
-        path = part.paths(number)[0]
-        if not path.exists() or known.version == _version(path):
-            return False
-        version, known.end = _version(path), FILE_HEADER_SIZE
-        try:
-            with _open(path, _CODED) as file, reading(path):
-                if part.manifest is not None and not belongs_to(file, part.manifest.run_id):
-                    raise DamagedFileError(path, f"{path.name} belongs to another run")
-                counted = set(_READ) <= set(file.schema_arrow.names)
-                for start in range(0, file.num_row_groups, _SLAB):
-                    slab = range(start, min(start + _SLAB, file.num_row_groups))
-                    if counted:
-                        table = file.read_row_groups(slab, columns=_READ)
-                    else:
-                        table = pa.concat_tables([read_group(file, group, _READ) for group in slab])
-                    yield _scalars(self._current(part, table), code)
-        except DamageError as error:
-            self._note(error)
-        else:
-            known.version = version
-            return True
-        known.version = version  # it is not read again; after a passing failure it is
-        return False
-
-    def _read_journal(self, at: int, number: int, path: Path, manifest: Manifest) -> Iterator[Piece]:
-        (code, known), report, records = self._file(at, number), ScanReport(), dict[Any, RolloutRecord]()
-        try:
-            inode, size, _ = _version(path)
-            if known.journal != inode or size < known.end:
-                known.journal, known.end = inode, FILE_HEADER_SIZE
-            for frame in scan(path, manifest.run_id_bytes, report, known.end):
-                records.setdefault((frame.index, frame.repeat), self._codec.decode_rollout(frame.body))
-        except ValueError as error:
-            self._note(f"{path.name} is damaged: {error}")
-        known.end = max(known.end, report.end)
-        for damage in report.damage:
-            self._note(str(damage))
-        if records:
-            yield _scalars(self._current(self.parts[at], build_table(list(records.values()))), code)
+    def _code(self, at: int, number: int) -> int:
+        return self._codes.setdefault((at, number), len(self._codes))
 
     def _append(self, pieces: list[Piece]) -> None:
         """Adds the rows of rollouts that are not there; of one that is in several files, the first file's."""
@@ -441,60 +312,6 @@ class RunColumns:
             short = {"error": record.error[:_MOST_ERROR], "traceback": record.traceback if first else ""}
             self._failures[record.index, record.repeat] = msgspec.structs.replace(record, **short)
         self._failed_ends[path] = max(end, report.end)
-
-
-def _is_gone(error: Exception | str) -> bool:
-    """Whether a file was sealed, merged or pruned since it was listed: another look finds what came of it."""
-    return isinstance(error, Exception) and FileNotFoundError in map(type, (error, error.__cause__))
-
-
-def _open(path: Path, coded: Sequence[str] = ()) -> pq.ParquetFile:
-    """A batch or artifact, its footer from memory: it is large where there are many rows.
-
-    `coded`: columns of texts that are read as dictionary arrays.
-    """
-    footer = _footer(path, *_version(path))[0]
-    with reading(path):
-        return pq.ParquetFile(
-            pa.OSFile(str(path)),
-            metadata=footer,
-            read_dictionary=coded,
-            page_checksum_verification=True,
-            pre_buffer=False,
-        )
-
-
-def _version(path: Path) -> tuple[int, ...]:
-    stat = path.stat()
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-@functools.lru_cache(maxsize=64)
-def _footer(path: Path, *version: int) -> tuple[pq.FileMetaData, Array, Array]:
-    """A file's footer, and the lowest and highest `index` of each row group."""
-    with open_parquet(path) as file:
-        footer = file.metadata
-        for group in range(footer.num_row_groups):
-            _check_size(path, footer.row_group(group))
-    statistics = [footer.row_group(group).column(0).statistics for group in range(footer.num_row_groups)]
-    both = [(0, 1 << 62) if one is None else (one.min, one.max) for one in statistics]
-    low, high = np.array(both, np.int64).reshape(-1, 2).T
-    return footer, low, high
-
-
-def _check_size(path: Path, group: pq.RowGroupMetaData) -> None:
-    """Raises `DamageError` for a row group that no rollout fills: a small file may hold very much."""
-    wide = (group.column(at) for at in range(group.num_columns))
-    if group.total_byte_size > _MOST_BYTES or any(
-        column.num_values > _MOST_VALUES
-        or (
-            column.path_in_schema in _WIDE_TEXTS
-            and "RLE_DICTIONARY" in column.encodings
-            and column.total_uncompressed_size * group.num_rows > _MOST_REPEATED
-        )
-        for column in wide
-    ):
-        raise DamagedFileError(path, f"{path.name} has a row group that is larger than rows are")
 
 
 def _array(column: pa.Array) -> Array:

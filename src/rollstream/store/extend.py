@@ -13,7 +13,7 @@ from rollstream.store.journal import ScanReport, scan, write_file_durably
 from rollstream.store.manifest import Manifest, check_identity, read_manifest, write_manifest
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
-from rollstream.store.stream import run_tables
+from rollstream.store.run import Run
 
 
 def extend_run(
@@ -49,7 +49,7 @@ def check_positions(root: Path, manifest: Manifest, prompt_keys: Iterable[str | 
     """
     keys: dict[int, str] = {}
     failed: dict[int, str] = {}
-    for table in run_tables(root, ["index", "repeat", "prompt_key"], lambda damage: None):
+    for table in Run(root, manifest).rows(["index", "prompt_key"]):
         keys.update(zip(table["index"].to_pylist(), table["prompt_key"].to_pylist(), strict=True))
     codec = RecordCodec()
     for path in RunPaths(root).failure_files():

@@ -115,9 +115,10 @@ def holds_other_batches(paths: RunPaths, run_id: str, numbers: Collection[int]) 
 
 
 def is_merged(paths: RunPaths, run_id: str, name: str) -> bool:
-    """Whether the artifact holds the rows of the batch that once had this file name."""
+    """Whether the artifact holds the rows of the batch that has, or is to have, this file name."""
     number = int(name.removeprefix("batch_").removesuffix(".parquet"))
-    return bool(_in_artifact(paths, _merged_from(paths.artifact, run_id) or set(), [number]))
+    merged = _merged_from(paths.artifact, run_id)
+    return merged is not None and bool(_in_artifact(paths, merged, [number]) | _links(paths, [number]))
 
 
 def _in_artifact(paths: RunPaths, merged: set[str], numbers: Iterable[int]) -> set[int]:

@@ -45,7 +45,8 @@ from rollstream.store.manifest import (
 from rollstream.store.merge import merge_batches, until
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
-from rollstream.store.recovery import inspect, recover
+from rollstream.store.recovery import recover
+from rollstream.store.run import Run
 from rollstream.store.scores import (
     Rewards,
     ScoreFacts,
@@ -54,7 +55,7 @@ from rollstream.store.scores import (
     read_facts,
     score_folder,
 )
-from rollstream.store.summary import RunStatus, read_failures, read_status, write_checkpoint
+from rollstream.store.summary import RunStatus, read_status, write_checkpoint
 from rollstream.store.validate import validate_run
 from rollstream.trajectory import Failure
 from rollstream.untrusted import read_regular
@@ -270,7 +271,7 @@ def _write(
         write_file_durably(paths.tokenizer, read_regular(RunPaths(shards[0].root).tokenizer))
     write_manifest(folder, manifest)
     _merge_scores(shards, folder, manifest)
-    _, state = inspect(folder)
+    state = Run(folder, manifest).state()
     if state.rows:
         merge_batches(paths, manifest.run_id_bytes, cancelled=cancelled)
     total = sum(shard.status.total or 0 for shard in shards)
@@ -313,6 +314,6 @@ def _merged_manifest(shard: Manifest, output: Path) -> Manifest:
 
 def _failure_frames(root: Path) -> Iterator[bytes]:
     codec = RecordCodec()
-    for record in read_failures(root):
+    for record in Run.open(root).failures():
         body = codec.encode_failure(Failure(**msgspec.structs.asdict(record)))
         yield encode_frame(record.index, record.repeat, 0, body)

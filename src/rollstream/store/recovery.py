@@ -1,4 +1,4 @@
-"""Reading a run directory: for a look (`inspect`), or to go on writing (`recover`).
+"""Opening a run directory to go on writing: it is brought into a clean state.
 
 The truth is journal + batches, and the artifact where batches are gone. Journal file N becomes batch N when
 it is sealed, so that after a crash between the two steps the number alone says which one to keep.
@@ -59,8 +59,8 @@ from rollstream.store.journal import (
     write_file_durably,
 )
 from rollstream.store.keys import KeyStates
-from rollstream.store.manifest import Manifest, require_manifest
-from rollstream.store.merge import holds_other_batches, is_merged
+from rollstream.store.manifest import Manifest
+from rollstream.store.merge import holds_other_batches
 from rollstream.store.paths import (
     MERGE_FOLDER,
     RunPaths,
@@ -190,52 +190,8 @@ def lost_rollouts(promised: int, done: int) -> list[str]:
     return [line] * (done < promised)
 
 
-def inspect(root: Path, scores: str | None = None) -> tuple[Manifest, RunState]:
-    """What a run directory holds, read without lock and without changing anything.
-
-    Also while another process writes: what it commits meanwhile may or may not be counted.
-
-    Args:
-        root: the run directory.
-        scores: whose rewards are counted; None: the run's own.
-    """
-    manifest = require_manifest(root)
-    paths, promised = RunPaths(root), promised_rollouts(root)
-    state, current = RunState(KeyStates(manifest.n)), _current_rewards(root, scores)
-    journals = paths.journal_numbers()  # before the batches: one sealed meanwhile is then seen as batch
-    _read_batches(paths, manifest, state, current)
-    for number in journals:
-        if number in state.batches:
-            continue
-        try:
-            report, rows = _scan_rollouts(paths.journal(number), manifest, state, current)
-        except FileNotFoundError:  # sealed since we listed it
-            state.add_batch(number, read_keys(paths.batch(number), manifest.run_id, current))
-            continue
-        state.unsealed.append(number)
-        state.journal_rows += rows
-        state.damage.extend(map(str, report.damage))
-        state.torn += report.torn
-    for path in paths.failure_files():
-        _scan_failures(path, manifest, state)
-    try:
-        alone = _artifact_alone(paths, manifest, state, current)
-    except DamageError as error:
-        state.damage.append(str(error))
-    else:
-        state.artifact_rows = len(alone)
-        state.add_rows(alone)
-    state.damage.extend(
-        f"batches/{name} is missing"
-        for name in missing_batches(paths)
-        if not is_merged(paths, manifest.run_id, name)
-    )
-    state.damage += lost_rollouts(promised, state.keys.done)
-    return manifest, state
-
-
-def _current_rewards(root: Path, scores: str | None = None) -> _Current | None:
-    rewards = Rewards(root, scores)
+def _current_rewards(root: Path) -> _Current | None:
+    rewards = Rewards(root)
     return None if rewards.name is None else rewards.current
 
 

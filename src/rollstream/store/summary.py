@@ -15,18 +15,15 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rollstream.store.batch import column_values, to_arrow
 from rollstream.store.export.files import stale_exports
-from rollstream.store.journal import ScanReport, scan, write_file_durably
-from rollstream.store.keys import KeyStates
+from rollstream.store.journal import write_file_durably
 from rollstream.store.lock import is_locked, lock_holder
-from rollstream.store.manifest import Manifest, require_manifest
+from rollstream.store.manifest import Manifest
 from rollstream.store.merge import is_current
 from rollstream.store.paths import RunPaths
-from rollstream.store.records import FailureRecord, RecordCodec
-from rollstream.store.recovery import RunState, inspect, read_checkpoint
-from rollstream.store.scores import SCORED_COLUMNS, score_names
-from rollstream.store.stream import run_tables
+from rollstream.store.recovery import RunState, read_checkpoint
+from rollstream.store.run import Run
+from rollstream.store.scores import score_names
 from rollstream.trajectory import failure_cause
 
 _MOST_RANGES = 1000
@@ -88,8 +85,8 @@ def read_status(root: Path, scores: str | None = None) -> RunStatus:
 
     Raises `RunDirectoryError`.
     """
-    manifest, state = inspect(root, scores)
-    paths = RunPaths(root)
+    run = Run.open(root, scores)
+    manifest, paths, state = run.manifest, run.paths, run.state()
     total = read_total(root)
     if total is not None:  # rows that come while it runs may be newer than checkpoint.json
         total = max(total, state.keys.done + state.keys.failed)
@@ -112,10 +109,8 @@ def read_status(root: Path, scores: str | None = None) -> RunStatus:
         writer=lock_holder(root / "run.lock") if is_locked(root / "run.lock") else None,
         damage=state.damage,
         quarantined=[path.name for path in paths.damaged_files()],
-        failure_causes=_causes(
-            (1, one.error, one.index, one.repeat) for one in _still_failed(paths, manifest, state)
-        ),
-        unscored_causes=_causes(_unscored(root, scores) if state.keys.done > state.rewards.scored else ()),
+        failure_causes=_causes((1, one.error, one.index, one.repeat) for one in run.failures(state)),
+        unscored_causes=_causes(_unscored(run) if state.keys.done > state.rewards.scored else ()),
         scores=scores,
         all_scores=score_names(root),
     )
@@ -126,50 +121,21 @@ def _stale(paths: RunPaths, manifest: Manifest) -> list[str]:
     return [paths.artifact.name] * artifact + stale_exports(paths.root)
 
 
-def read_failures(root: Path) -> Iterator[FailureRecord]:
-    """The failed rollouts that are still failed, oldest first; of one key the latest counts.
-
-    Raises `RunDirectoryError`.
-    """
-    manifest, state = inspect(root)
-    yield from _still_failed(RunPaths(root), manifest, state)
-
-
-def _still_failed(paths: RunPaths, manifest: Manifest, state: RunState) -> Iterator[FailureRecord]:
-    if not state.keys.failed:
-        return
-    codec = RecordCodec()
-    latest: dict[tuple[int, int], tuple[Path, int]] = {}
-    for path in paths.failure_files():
-        for frame in scan(path, manifest.run_id_bytes, ScanReport()):
-            if not state.keys.is_done(frame.index, frame.repeat):
-                latest[frame.index, frame.repeat] = (path, frame.offset)
-    for path in paths.failure_files():
-        for frame in scan(path, manifest.run_id_bytes, ScanReport()):
-            if latest.get((frame.index, frame.repeat)) == (path, frame.offset):
-                yield codec.decode_failure(frame.body)
-
-
 def read_unscored(root: Path, scores: str | None = None) -> Iterator[dict[str, Any]]:
     """The rollouts that completed and have no reward: `index`, `repeat`, `data_source` and `cause`.
 
     Raises `RunDirectoryError`.
     """
-    for table in _unscored_tables(root, scores):
+    for table in _unscored_tables(Run.open(root, scores)):
         for row in table.to_pylist():
             cause = _unscored_cause(row["reward_extra"], row["data_source"], scores)
             yield {name: row[name] for name in ("index", "repeat", "data_source")} | {"cause": cause}
 
 
-def _unscored_tables(root: Path, scores: str | None = None) -> Iterator[pa.Table]:
-    """The final trajectories without a reward, each once."""
-    columns = [*SCORED_COLUMNS, "is_snapshot", "reward", "reward_extra", "data_source"]
-    keys = KeyStates(require_manifest(root).n)
-    for table in run_tables(root, columns, lambda damage: None, scores=scores):
-        found = table.filter(pc.and_(pc.is_null(table["reward"]), pc.invert(table["is_snapshot"])))
-        index, repeat = (column_values(found[name]) for name in ("index", "repeat"))
-        yield found.filter(to_arrow(~keys.are_done(index, repeat)))
-        keys.mark_done_many(index, repeat)
+def _unscored_tables(run: Run) -> Iterator[pa.Table]:
+    """The final trajectories without a reward."""
+    for table in run.rows(["index", "repeat", "is_snapshot", "reward", "reward_extra", "data_source"]):
+        yield table.filter(pc.and_(pc.is_null(table["reward"]), pc.invert(table["is_snapshot"])))
 
 
 def _unscored_cause(extra: str, source: str, name: str | None) -> str:
@@ -180,9 +146,9 @@ def _unscored_cause(extra: str, source: str, name: str | None) -> str:
     return missing if name is None else f"not scored by {name!r} yet, or {missing}"
 
 
-def _unscored(root: Path, scores: str | None) -> Iterator["_Cause"]:
+def _unscored(run: Run) -> Iterator["_Cause"]:
     """Why rollouts have no reward: those of which all is said in the same words together."""
-    for table in _unscored_tables(root, scores):
+    for table in _unscored_tables(run):
         # Not `Table.group_by`, which imports pandas: half a second.
         columns = (table[one].to_pylist() for one in ("reward_extra", "data_source", "index", "repeat"))
         counts, first = Counter[tuple[str, str]](), dict[tuple[str, str], tuple[int, int]]()
@@ -190,7 +156,7 @@ def _unscored(root: Path, scores: str | None) -> Iterator["_Cause"]:
             counts[extra, source] += 1
             first.setdefault((extra, source), (index, repeat))
         for (extra, source), count in counts.items():
-            yield count, _unscored_cause(extra, source, scores), *first[extra, source]
+            yield count, _unscored_cause(extra, source, run.scores), *first[extra, source]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +216,8 @@ def write_checkpoint(paths: RunPaths, manifest: Manifest, state: RunState, *, to
 def refresh_checkpoint(root: Path) -> None:
     """Writes `checkpoint.json` anew after a repair; the lock must be held. Without one there is no total yet."""
     if (total := read_total(root)) is not None:
-        manifest, state = inspect(root)
-        write_checkpoint(RunPaths(root), manifest, state, total=total)
+        run = Run.open(root)
+        write_checkpoint(run.paths, run.manifest, run.state(), total=total)
 
 
 def status_json(status: RunStatus) -> bytes:

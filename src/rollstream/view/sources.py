@@ -20,11 +20,12 @@ from rollstream.buffer.store.sqlite import FILE as DATABASE
 from rollstream.chat.token_text import TokenText, read_token_text
 from rollstream.errors import ConfigError, NotFoundError, RunDirectoryError
 from rollstream.evaluate.metrics import SOLVED_AT
-from rollstream.store.columns import Part, RunColumns
+from rollstream.store.columns import RunColumns
 from rollstream.store.lock import is_locked
 from rollstream.store.manifest import Manifest, read_manifest, shard_group
 from rollstream.store.recovery import read_checkpoint
-from rollstream.store.scores import Rewards, score_names
+from rollstream.store.run import Run
+from rollstream.store.scores import score_names
 from rollstream.untrusted import open_regular, read_regular
 from rollstream.view.overview import Groups, group_figures, mean_interval
 
@@ -148,12 +149,12 @@ class TrainingSource(Source):
 class RunSource(Source):
     """A run, in one directory or several shards, or an exported Parquet file. It is read when it is asked for."""
 
-    def __init__(self, name: str, parts: Sequence[Part], solved_at: float) -> None:
-        super().__init__(name, " ".join(str(part.root) for part in parts))
-        self.kind = "run" if parts[0].manifest is not None else "parquet"
+    def __init__(self, name: str, parts: Sequence[Run | Path], solved_at: float) -> None:
+        super().__init__(name, " ".join(str(_root(part)) for part in parts))
+        self.kind = "run" if isinstance(parts[0], Run) else "parquet"
         self.used = 0.0
         self._parts, self._solved_at = parts, solved_at
-        self._content = [(_run_id(part), "") for part in parts]
+        self._content = list[tuple[str, str]]()
         self._columns: RunColumns | None = None
         self._seen: RunColumns | None = None
         self._groups: tuple[RunColumns, Groups] | None = None
@@ -170,7 +171,7 @@ class RunSource(Source):
     @property
     def manifest(self) -> Manifest | None:
         """Of its first part."""
-        return self._parts[0].manifest
+        return self._parts[0].manifest if isinstance(self._parts[0], Run) else None
 
     def close(self) -> None:
         """Forgets what was read; the next one who asks reads it anew."""
@@ -179,8 +180,11 @@ class RunSource(Source):
     def columns(self) -> RunColumns:
         """The run's scalars as they are now, half a second ago at most."""
         with self._lock:
-            parts = [Part(part.root, _manifest(part), part.scores) for part in self._parts]
-            content = [(_run_id(part), _rewards(part)) for part in parts]
+            parts = [_as_now(part) for part in self._parts]
+            content = [
+                (one.manifest.run_id, one.rewards.content) if isinstance(one, Run) else ("", "")
+                for one in parts
+            ]
             if content != self._content:  # another run was begun there, or other rewards count
                 self._parts, self._seen, self._columns, self._content = parts, None, None, content
             self.used = now = time.monotonic()
@@ -206,7 +210,7 @@ class RunSource(Source):
             try:
                 if self.manifest is None:
                     raise ConfigError("an exported file has no tokenizer")
-                self._text = (read_token_text(self._parts[0].root), "")
+                self._text = (read_token_text(_root(self._parts[0])), "")
             except ConfigError as error:
                 self._text = (None, str(error))
         return self._text
@@ -239,7 +243,7 @@ class RunSource(Source):
 
     def _state(self, total: int | None, settled: int) -> str:
         if time.monotonic() - self._asked > _LOCK_S:
-            locks = [part.root / "run.lock" for part in self._parts if part.manifest is not None]
+            locks = [part.root / "run.lock" for part in self._parts if isinstance(part, Run)]
             self._running, self._asked = any(map(is_locked, locks)), time.monotonic()
         over = self.manifest is None if total is None else settled >= total
         return "running" if self._running else "finished" if over else "unfinished"
@@ -264,7 +268,7 @@ class RunSource(Source):
         """The counts of `checkpoint.json`, of all shards together; nothing where one has none."""
         counts: Counter[str] = Counter()
         for part in self._parts:
-            if not (content := read_checkpoint(part.root)):
+            if not (content := read_checkpoint(_root(part))):
                 return {}
             counts.update({name: count for name, count in content.items() if type(count) is int})
         return counts
@@ -330,7 +334,7 @@ class Sources:
                     group.setdefault("runs", []).append({"id": run.id, "name": run.name, "index": index})
 
     def _find(self) -> Iterator[Source]:
-        shards: dict[bytes, list[Part]] = {}
+        shards: dict[bytes, list[Run | Path]] = {}
         for place in self._places:
             if _is_url(place):
                 shown = re.sub(r"//[^/]*@", "//", place)
@@ -338,7 +342,7 @@ class Sources:
                 continue
             top = Path(place).resolve()
             if top.is_file():
-                yield RunSource(top.name, [Part(top, None)], self._solved_at)
+                yield RunSource(top.name, [top], self._solved_at)
                 continue
             for path in _folders(top):
                 name = str(path.relative_to(top)) if path != top else top.name
@@ -348,14 +352,14 @@ class Sources:
                     if os.access(path / "run.json", os.F_OK):
                         yield DamagedSource(name, str(path), str(error))
         for parts in shards.values():
-            name = f"{parts[0].root.name}{f' and {len(parts) - 1} more shards' if len(parts) > 1 else ''}"
+            name = f"{_root(parts[0]).name}{f' and {len(parts) - 1} more shards' if len(parts) > 1 else ''}"
             yield RunSource(name, parts, self._solved_at)
 
-    def _at(self, path: Path, name: str, shards: dict[bytes, list[Part]]) -> Iterator[Source]:
+    def _at(self, path: Path, name: str, shards: dict[bytes, list[Run | Path]]) -> Iterator[Source]:
         manifest = read_manifest(path)
         if manifest is not None:
             scores = self._scores if self._scores in score_names(path) else None
-            part = Part(path, manifest, scores)
+            part = Run(path, manifest, scores)
             if (group := shard_group(manifest)) is not None:
                 shards.setdefault(group, []).append(part)
             else:
@@ -366,21 +370,16 @@ class Sources:
             yield TrainingSource(name, str(path))
 
 
-def _run_id(part: Part) -> str:
-    return "" if part.manifest is None else part.manifest.run_id
+def _root(part: Run | Path) -> Path:
+    return part.root if isinstance(part, Run) else part
 
 
-def _rewards(part: Part) -> str:
-    """The scores whose rewards are shown of a part, by content."""
-    return "" if part.manifest is None else Rewards(part.root, part.scores).content
-
-
-def _manifest(part: Part) -> Manifest | None:
-    """A part's manifest as it is now; the one before where it is gone or damaged: what was read is there."""
+def _as_now(part: Run | Path) -> Run | Path:
+    """The run that is in the folder now; the one before where it is gone or damaged: what was read is there."""
     try:
-        return (part.manifest and read_manifest(part.root)) or part.manifest
+        return Run.open(part.root, part.scores) if isinstance(part, Run) else part
     except (RunDirectoryError, OSError):
-        return part.manifest
+        return part
 
 
 def _is_url(place: str) -> bool:

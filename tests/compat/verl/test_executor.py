@@ -33,7 +33,7 @@ from rollstream.integrations.verl import compose as compose_module
 from rollstream.integrations.verl.compose import compose_verl
 from rollstream.integrations.verl.plugin import register
 from rollstream.store.records import EncodedRollout, RecordCodec
-from rollstream.store.summary import read_failures
+from rollstream.store.run import Run
 from rollstream.trajectory import Failure
 from tests.faults.ray_nodes import working_pids
 from tests.support.until import wait_until
@@ -243,7 +243,7 @@ def test_seven_rows_two_workers_one_failure(tmp_path: Path, url: str, cluster: N
         )
     )
     assert (result.completed, result.failed, result.exit_code) == (6, 1, 0)
-    (failure,) = read_failures(tmp_path / "run")
+    (failure,) = Run.open(tmp_path / "run").failures()
     assert (failure.index, failure.error) == (3, "ValueError: row 3 is not to my taste")
     assert "in run" in failure.traceback
     rows = artifact(tmp_path / "run")

@@ -20,10 +20,10 @@ from rollstream.errors import ConfigError, RunDirectoryError, StorageError
 from rollstream.evaluate import read_runs
 from rollstream.rollout.replay import ScoreReport, SnapshotRule, score_run, snapshot_rule
 from rollstream.store.export.run import export_run
-from rollstream.store.find import find_trajectory
 from rollstream.store.manifest import require_manifest, write_manifest
 from rollstream.store.merge_shards import merge_shards
 from rollstream.store.paths import RunPaths
+from rollstream.store.run import Run
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
 from rollstream.view.sources import RunSource, Sources
@@ -67,7 +67,7 @@ def answers(root: Path) -> dict[tuple[int, int], str]:
     found = {}
     for index in range(PROMPTS):
         for repeat in range(N):
-            found[index, repeat] = find_trajectory(root, index, repeat).row["messages"][-1]["content"]
+            found[index, repeat] = Run.open(root).find(index, repeat).row["messages"][-1]["content"]
     return found
 
 
@@ -120,7 +120,7 @@ def test_readers_see_the_scores_that_they_name(tmp_path: Path, made: Callable[[P
 
     make_own(root, "lengths")
     assert everywhere(root, tmp_path) == dict.fromkeys(before, wanted)
-    snapshot, final = (find_trajectory(root, 0, 0, number).row for number in (0, 2))
+    snapshot, final = (Run.open(root).find(0, 0, number).row for number in (0, 2))
     assert snapshot["reward"] == final["reward"] and snapshot["reward_extra"] == {}
     assert final["reward_extra"] == {"turns": 4, "snapshot": False}
     if made is not None:
@@ -215,7 +215,7 @@ def test_what_is_finished_later_has_the_reward_that_it_was_recorded_with(tmp_pat
     name = scored(root, recipe).name
     make_own(root, name)
     write_run(root, [rollout(0, 1, "seven77", reward=0.25)], n=2, prompts=1)
-    assert [find_trajectory(root, 0, repeat).row["reward"] for repeat in (0, 1)] == [4.0, 0.25]
+    assert [Run.open(root).find(0, repeat).row["reward"] for repeat in (0, 1)] == [4.0, 0.25]
     status = read_status(root, name)
     assert (status.unscored, status.mean_reward) == (1, 4.0), "these scores do not have it"
     merged(root)

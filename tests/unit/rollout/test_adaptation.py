@@ -12,8 +12,7 @@ from rollstream.engine.base import EngineLoad
 from rollstream.engine.sglang import SGLangEngine
 from rollstream.errors import EngineOverloadedError
 from rollstream.rollout import concurrency
-from rollstream.store.find import find_trajectory
-from rollstream.store.summary import read_failures
+from rollstream.store.run import Run
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.testing.stub_faults import Faults, Latency
 from rollstream.testing.stub_server import StubServer
@@ -88,8 +87,8 @@ async def test_refusals_cost_no_attempt_until_patience_ends(tmp_path: Path) -> N
         harness = Harness(run, engine, refusal_patience=0.3)
         await harness.work(2)
         assert (run.state.keys.done, run.state.keys.failed) == (2, 2)
-    assert find_trajectory(tmp_path, 0, 0).row["attempts"] == 1
-    failures = list(read_failures(tmp_path))
+    assert Run.open(tmp_path).find(0, 0).row["attempts"] == 1
+    failures = list(Run.open(tmp_path).failures())
     assert {(one.index, one.attempts, one.error) for one in failures} == {
         (1, 3, "EngineOverloadedError: 429: no")
     }
@@ -115,7 +114,7 @@ async def test_patience_begins_with_the_first_refusal(tmp_path: Path) -> None:
         await engine.start()
         harness = Harness(run, engine, refusal_patience=1.0)
         await harness.work(1)
-    assert find_trajectory(tmp_path, 0, 0).row["attempts"] == 1
+    assert Run.open(tmp_path).find(0, 0).row["attempts"] == 1
 
 
 class BusyEngine(ScriptedEngine):

@@ -25,9 +25,8 @@ from rollstream.rollout.executor import Executor
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker, rollout_seed
 from rollstream.rollout.worker_host import BuiltWorker, LocalBackend
-from rollstream.store.find import find_trajectory
+from rollstream.store.run import Run
 from rollstream.store.run_dir import RunDirectory
-from rollstream.store.summary import read_failures
 from rollstream.store.writer import StoreWriter
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import Completion, Failure, PromptRow, Rollout, SamplingParams, Trajectory
@@ -120,15 +119,15 @@ async def test_every_rollout_is_done_or_recorded(tmp_path: Path) -> None:
         assert (run.state.keys.done, run.state.keys.failed) == (14 - 4, 4)
         assert harness.worker.counters.retries == 3
         assert harness.worker.counters.reward_errors == 2
-    failures = {(one.index, one.repeat): one for one in read_failures(tmp_path)}
+    failures = {(one.index, one.repeat): one for one in Run.open(tmp_path).failures()}
     assert failures.keys() == {(1, 0), (4, 1), (5, 0), (5, 1)}
     assert failures[1, 0].error == "EngineError: 400: no"
     assert (failures[1, 0].attempts, failures[4, 1].attempts) == (1, 3)
     assert "row 5: the prompt is a number" in failures[5, 0].error
     assert "Traceback" in failures[1, 0].traceback
     assert len(keys_on_disk(tmp_path)) == 10
-    assert find_trajectory(tmp_path, 2, 0).row["attempts"] == 2
-    unscored = find_trajectory(tmp_path, 3, 1).row
+    assert Run.open(tmp_path).find(2, 0).row["attempts"] == 2
+    unscored = Run.open(tmp_path).find(3, 1).row
     assert unscored["reward"] is None
     assert "row 3 cannot be scored" in unscored["reward_extra"]["error"]
 
@@ -141,7 +140,7 @@ async def test_stored_tokens_are_those_the_engine_sampled(tmp_path: Path) -> Non
     sampled = dict(engine.completions)
     for index in range(3):
         for repeat in range(N):
-            row = find_trajectory(tmp_path, index, repeat).row
+            row = Run.open(tmp_path).find(index, repeat).row
             completion = sampled[f"{index}-{repeat}-1"]
             assert row["response_ids"] == completion.token_ids
             assert row["response_logprobs"] == pytest.approx(completion.logprobs, abs=1e-6)
@@ -186,7 +185,7 @@ async def test_an_outage_costs_no_attempt(tmp_path: Path) -> None:
         await work
         assert (run.state.keys.done, run.state.keys.failed) == (10, 0)
         assert harness.worker.counters.unavailable > 0
-    assert find_trajectory(tmp_path, 0, 0).row["attempts"] == 1
+    assert Run.open(tmp_path).find(0, 0).row["attempts"] == 1
 
 
 @pytest.mark.virtual_time
@@ -234,11 +233,11 @@ async def test_deadly_requests_are_found_and_nobody_else_is_charged(
             assert engine.peak_in_flight > 4  # full concurrency again
         finally:
             await harness.close()
-    failures = list(read_failures(tmp_path))
+    failures = list(Run.open(tmp_path).failures())
     assert {(one.index, one.repeat) for one in failures} == {(i, r) for i in deadly for r in range(N)}
     assert {one.attempts for one in failures} == {3}
     for index in set(rows) - deadly:
-        assert [find_trajectory(tmp_path, index, repeat).row["attempts"] for repeat in range(N)] == [1, 1]
+        assert [Run.open(tmp_path).find(index, repeat).row["attempts"] for repeat in range(N)] == [1, 1]
 
 
 ENDS = {12: SystemExit(3), 13: KeyboardInterrupt("of the loop"), 14: BaseException("bare")}
@@ -291,7 +290,7 @@ async def test_loops_that_misbehave_hurt_only_themselves(tmp_path: Path) -> None
         harness = Harness(run, engine, loop="hanging_agent", attempt_timeout=0.05)
         await harness.work(20)
         assert run.state.keys.done + run.state.keys.failed == 40
-    failures = {one.index: one for one in read_failures(tmp_path) if one.repeat == 0}
+    failures = {one.index: one for one in Run.open(tmp_path).failures() if one.repeat == 0}
     assert "attempt 3 took longer than 0.05 s" in failures[0].error
     assert ("it was in the agent loop" in failures[0].error, failures[0].stage) == (True, "agent")
     assert "bug in the loop" in failures[1].error

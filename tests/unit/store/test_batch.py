@@ -25,10 +25,10 @@ from rollstream.store.batch import (
     write_table_durably,
 )
 from rollstream.store.export.files import read_rows
-from rollstream.store.find import find_trajectory
 from rollstream.store.manifest import require_manifest
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
+from rollstream.store.run import Run
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
 from rollstream.trajectory import Rollout
@@ -126,7 +126,7 @@ async def test_files_without_counts_are_read_as_if_they_had_them(
     assert {tuple(one.column_names) for one in read_tables(paths.batch(1), ["index", "sampled_tokens"])} == {
         ("index", "sampled_tokens")
     }
-    assert find_trajectory(root, parts[1][0]["index"], parts[1][0]["repeat"], 0).row == parts[1][0]
+    assert Run.open(root).find(parts[1][0]["index"], parts[1][0]["repeat"], 0).row == parts[1][0]
     assert read_status(root) == before
     validation = validate_run(root)
     assert (validation.sound, validation.rows) == (True, len(rows))

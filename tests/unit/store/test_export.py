@@ -15,11 +15,11 @@ from rollstream.store.batch import seal_journal
 from rollstream.store.export.files import read_rows
 from rollstream.store.export.format import file_name
 from rollstream.store.export.run import export_run
-from rollstream.store.find import find_trajectory
 from rollstream.store.lock import RunLock, locked
 from rollstream.store.manifest import read_manifest
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
+from rollstream.store.run import Run
 from rollstream.store.summary import read_status, write_checkpoint
 from rollstream.store.validate import validate_run
 from tests.support.processes import full_disk
@@ -240,13 +240,13 @@ async def test_an_export_says_of_what_it_was_made_and_when_it_is_older(tmp_path:
 @pytest.mark.parametrize("at", [0.1, 0.2, 0.4, 0.6, 0.8, 0.99])
 async def test_a_damaged_batch_is_an_error_or_shows_what_was_written(tmp_path: Path, at: float) -> None:
     run = await finished(tmp_path / "run")
-    whole = {index: find_trajectory(run, index).row for index in range(2)}
+    whole = {index: Run.open(run).find(index).row for index in range(2)}
     export_run(run, "jsonl", tmp_path / "whole")
     RunPaths(run).artifact.unlink()
     flip(RunPaths(run).batch(0), at)
     for index in range(2):
         try:
-            assert find_trajectory(run, index).row == whole[index]
+            assert Run.open(run).find(index).row == whole[index]
         except DamageError as error:
             assert "batch_000000" in str(error)
     try:

@@ -26,7 +26,8 @@ from rollstream.store.manifest import read_manifest, require_manifest, write_man
 from rollstream.store.merge import MergeCancelledError, merge_batches
 from rollstream.store.merge_shards import merge_shards
 from rollstream.store.paths import RunPaths
-from rollstream.store.summary import read_failures, read_status, write_checkpoint
+from rollstream.store.run import Run
+from rollstream.store.summary import read_status, write_checkpoint
 from rollstream.store.validate import validate_run
 from rollstream.trajectory import Failure, Rollout
 from tests.support.processes import full_disk
@@ -89,8 +90,8 @@ def test_it_is_the_run_without_shards(
         one, other = (list(read_rows(tmp_path / name / "trajectories.parquet")) for name in ("whole", "out"))
         assert all(row.pop("finished_at") for row in one + other)
         assert one == other
-    by_key = sorted(read_failures(tmp_path / "out"), key=lambda record: (record.index, record.repeat))
-    assert by_key == sorted(read_failures(tmp_path / "whole"), key=lambda one: (one.index, one.repeat))
+    by_key = sorted(Run.open(tmp_path / "out").failures(), key=lambda record: (record.index, record.repeat))
+    assert by_key == sorted(Run.open(tmp_path / "whole").failures(), key=lambda one: (one.index, one.repeat))
     # The run's own command, without shards, opens it.
     open_dir(tmp_path / "out").close()
     assert {path.name for path in tmp_path.iterdir()} == {"whole", "out", *(root.name for root in roots)}

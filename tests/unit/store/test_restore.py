@@ -11,10 +11,10 @@ import pytest
 from rollstream.errors import DamageError, StorageError
 from rollstream.store.export.files import note_export, zip_batches
 from rollstream.store.export.run import export_run
-from rollstream.store.find import find_trajectory
 from rollstream.store.lock import locked
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
+from rollstream.store.run import Run
 from rollstream.store.summary import read_status, write_checkpoint
 from rollstream.store.validate import repair_run, validate_run
 from tests.unit.store.fabric import commit_all, failure, flip, keys_in, merge, merged_run, open_dir, rollout
@@ -58,7 +58,7 @@ async def test_the_artifact_counts_where_batches_are_gone(
     assert (result.rollouts, result.rows) == (ROLLOUTS, len(KEYS))
     assert any("stand in trajectories.parquet alone" in note for note in result.notes)
     assert result.sound == (lose is not lose_one_and_damage_one)
-    assert find_trajectory(tmp_path, 1).row["trajectory"] == 1
+    assert Run.open(tmp_path).find(1).row["trajectory"] == 1
     with open_dir(tmp_path) as run:
         assert (run.state.keys.done, run.state.rows) == (ROLLOUTS, len(KEYS))
         assert any("taken from trajectories.parquet" in line for line in run.state.restored)

@@ -14,7 +14,7 @@ from rollstream.errors import ConfigError, IdentityMismatchError, RunDirectoryEr
 from rollstream.store.journal import JournalFile, ScanReport, scan
 from rollstream.store.merge import merge_batches
 from rollstream.store.records import EncodingError, RecordCodec
-from rollstream.store.recovery import inspect
+from rollstream.store.run import Run
 from rollstream.store.run_dir import lock_run
 from rollstream.store.validate import repair_run, validate_run
 from rollstream.store.writer import StoreWriter
@@ -142,7 +142,7 @@ async def test_journal_and_its_batch_both_there_count_once(tmp_path: Path) -> No
     journal = (tmp_path / "journal" / "000000.rsj").read_bytes()
     await commit_all(tmp_path, [], seal=True)
     (tmp_path / "journal" / "000000.rsj").write_bytes(journal)  # a crash between sealing and deleting
-    _, state = inspect(tmp_path)
+    state = Run.open(tmp_path).state()
     assert state.keys.done == state.rows == 3
     with open_dir(tmp_path) as run:
         assert run.state.keys.done == run.state.rows == 3

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.store.columns import Part, RunColumns
-from rollstream.store.manifest import read_manifest
+from rollstream.store.columns import RunColumns
+from rollstream.store.run import Run
 from rollstream.view.filter import Filter, FilterError, sort_rows
 from tests.support.view_runs import agent_run, rollout, write_run
 
@@ -30,7 +30,7 @@ _TEXTS = ["finish_reason", "data_source", "prompt_key"]
 @pytest.fixture(scope="module")
 def columns(tmp_path_factory: pytest.TempPathFactory) -> RunColumns:
     root = agent_run(tmp_path_factory.mktemp("filter") / "run", prompts=12)
-    found = RunColumns([Part(root, read_manifest(root))])
+    found = RunColumns([Run.open(root)])
     found.refresh()
     return found
 
@@ -183,7 +183,7 @@ def test_names_may_stand_in_quotes(tmp_path: Path) -> None:
     one = rollout(0, 0)
     one.final.reward_extra = {'my "score"': 0.25}
     root = write_run(tmp_path / "run", [one, rollout(0, 1)])
-    found = RunColumns([Part(root, read_manifest(root))])
+    found = RunColumns([Run.open(root)])
     found.refresh()
     assert Filter(r'"reward.my \"score\"" < 0.5', found).rows(found).tolist() == [True, False]
 

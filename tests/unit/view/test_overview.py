@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.store.columns import Part, RunColumns
-from rollstream.store.manifest import read_manifest
+from rollstream.store.columns import RunColumns
+from rollstream.store.run import Run
 from rollstream.view.compare import compare
 from rollstream.view.overview import edges, group_figures, mean_interval, overview
 from tests.support.view_runs import rollout, write_run
@@ -31,7 +31,7 @@ def columns_of(root: Path, rewards: list[tuple[int, float | None]]) -> RunColumn
             rollout(index, numbers[index], reward=reward, length=3 + index, source=f"s{index % 3}")
         )
         numbers[index] += 1
-    columns = RunColumns([Part(write_run(root, records, n=24, prompts=6), read_manifest(root))])
+    columns = RunColumns([Run.open(write_run(root, records, n=24, prompts=6))])
     columns.refresh()
     return columns
 
@@ -109,7 +109,7 @@ def test_a_prompt_that_is_in_a_dataset_twice_is_one_prompt(tmp_path: Path) -> No
         records = [rollout(index, 0, reward=reward) for index, reward in enumerate(rewards)]
         for one in records:
             one.prompt_key = f"{one.index // 2:032x}"  # 0, 0, 1
-        columns = RunColumns([Part(write_run(tmp_path / name, records, n=1), read_manifest(tmp_path / name))])
+        columns = RunColumns([Run.open(write_run(tmp_path / name, records, n=1))])
         columns.refresh()
         return columns
 
