@@ -1,6 +1,5 @@
 """Code of the user's: Python files that are run, names that are imported, and which source it was."""
 
-import difflib
 import functools
 import hashlib
 import importlib
@@ -17,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, unknown_name
 
 T = TypeVar("T")
 
@@ -72,7 +71,7 @@ def run_file(path: str | Path, *, key: str, source: bytes | None = None) -> Modu
     return module
 
 
-def import_name(dotted: str, *, key: str, beside: Path | None = None, otherwise: str = "") -> Any:
+def import_name(dotted: str, *, key: str, beside: Path | None = None) -> Any:
     """What a name stands for: `package.module.Class`, or `path/to/file.py:Class`.
 
     Args:
@@ -80,7 +79,6 @@ def import_name(dotted: str, *, key: str, beside: Path | None = None, otherwise:
         key: The configuration key, for messages.
         beside: The file that has the name in it: a relative path is looked for in its folder first, then in
             the working directory.
-        otherwise: How to name another of the module's functions, for messages.
 
     Raises:
         ConfigError: There is no such module or name, with the nearest one, or importing it raises.
@@ -91,7 +89,7 @@ def import_name(dotted: str, *, key: str, beside: Path | None = None, otherwise:
             raise ConfigError(f"{key}: {dotted!r} is not a name; write path/to/file.py:Name")
         if beside is not None and (neighbour := beside.parent / path).is_file():
             path = str(neighbour)
-        return _attribute(run_file(path, key=key), name, str(path), key, otherwise)
+        return _attribute(run_file(path, key=key), name, str(path), key)
     module_name, dot, name = dotted.rpartition(".")
     if not dot or name == "py" or not all(part.isidentifier() for part in dotted.split(".")):
         raise ConfigError(
@@ -105,7 +103,7 @@ def import_name(dotted: str, *, key: str, beside: Path | None = None, otherwise:
         raise ConfigError(
             f"{key}: {module_name} cannot be imported ({type(error).__name__}: {error}){_way_out(error, dotted)}"
         ) from error
-    return _attribute(module, name, module_name, key, otherwise)
+    return _attribute(module, name, module_name, key)
 
 
 def _way_out(error: BaseException, dotted: str) -> str:
@@ -185,21 +183,12 @@ def _source_of(module: ModuleType) -> str:
     return module.__name__
 
 
-def _attribute(module: ModuleType, name: str, where: str, key: str, otherwise: str) -> Any:
+def _attribute(module: ModuleType, name: str, where: str, key: str) -> Any:
     if not hasattr(module, name):
-        near = difflib.get_close_matches(name, [known for known in vars(module) if known[:2] != "__"], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        own = [one for one, value in vars(module).items() if _is_public_code(one, value, module)]
-        if own and not near:
-            hint = f"; it has: {', '.join(own[:5])}"
-        if hint and otherwise:
-            hint += f"; {otherwise}"
-        raise ConfigError(f"{key}: {where} has no {name}{hint}")
+        code = {known: value for known, value in vars(module).items() if callable(value) and known[0] != "_"}
+        own = [known for known, value in code.items() if value.__module__ == module.__name__]
+        raise ConfigError(f"{key}: {unknown_name(f'name in {where}:', name, own)}")
     return getattr(module, name)
-
-
-def _is_public_code(name: str, value: Any, module: ModuleType) -> bool:
-    return name[0] != "_" and callable(value) and getattr(value, "__module__", None) == module.__name__
 
 
 def _line_of(error: BaseException, file: Path) -> str:

@@ -94,7 +94,7 @@ def test_names(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("rollstream.trajectory.PromptRo", "rollstream.trajectory has no PromptRo; did you mean PromptRow?"),
+        ("rollstream.trajectory.PromptRo", "did you mean .PromptRow.?"),
         ("rollstream.nothing.X", r"rollstream\.nothing cannot be imported \(ModuleNotFoundError"),
         ("PromptRow", "write package.module.Name or path/to/file.py:Name"),
         ("a..b", "write package.module.Name"),

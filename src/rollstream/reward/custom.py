@@ -44,8 +44,7 @@ def load_reward(
     if not timeout > 0 or max_concurrency < 1:
         raise ConfigError(f"{_KEY}: timeout must be above 0 and max_concurrency at least 1")
     file = Path(path).expanduser()
-    choose = "`--function` chooses (in generate: custom_reward_function.name)"
-    function = import_name(f"{file}:{name}", key=_KEY, otherwise=choose)
+    function = import_name(f"{file}:{name}", key=_KEY)
     if isinstance(function, type):
         try:
             function = function()

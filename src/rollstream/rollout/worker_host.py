@@ -184,8 +184,10 @@ class WorkerHost:
             logger.propagate = False
         self._built = built = await self._recipe.build(self._number)
         self._run = built.run or built.worker.run
-        # What the start made stays: walking it again and again would cost a quarter of the worker's CPU.
-        gc.freeze()
+        if self._place is not None:
+            # What the start made stays: walking it again and again would cost a tenth of the worker's CPU.
+            gc.collect()
+            gc.freeze()
         self._news.set()
         return os.getpid()
 
@@ -234,7 +236,6 @@ class WorkerHost:
     async def close(self) -> None:
         """Cuts off what is in flight and releases everything."""
         await self.drop()
-        gc.unfreeze()
         if self._built is not None:
             await self._built.close()
 

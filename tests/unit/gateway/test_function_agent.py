@@ -112,7 +112,7 @@ async def test_a_function_that_fails_says_why(tmp_path: Path, source: str, words
         ("def run(client, row): ...", "must be an async function"),
         ("async def run(client): ...", r"cannot be called with \(client, row\)"),
         ("async def run(client, row, base_url): ...", "base_url"),
-        ("async def ran(client, row): ...", "did you mean ran"),
+        ("async def ran(client, row): ...", "did you mean .ran."),
     ],
 )
 async def test_what_is_no_such_function_is_an_error_at_start(tmp_path: Path, source: str, words: str) -> None:

@@ -162,7 +162,7 @@ async def test_a_timeout_hurts_its_own_rollout_only(
 @pytest.mark.parametrize(
     ("name", "kwargs", "message"),
     [
-        ("compute_scor", {}, "has no compute_scor; did you mean compute_score?"),
+        ("compute_scor", {}, "did you mean .compute_score.?"),
         ("constant", {}, "constant in .* cannot be called"),
         ("narrow", {}, "narrow in rewards.py cannot be called with data_source, solution_str, ground_truth"),
         ("compute_score", {"bonsu": 1}, "cannot be called with .*bonsu"),
@@ -179,7 +179,7 @@ def test_a_function_that_cannot_be_used(path: str, name: str, kwargs: dict[str, 
 def test_a_file_that_cannot_be_used(tmp_path: Path) -> None:
     named = tmp_path / "named.py"
     named.write_text("from math import floor\ndef my_reward(**_): return floor(1)\ndef _helper(): ...\n")
-    with pytest.raises(ConfigError, match=r"has no compute_score; it has: my_reward; `--function` chooses"):
+    with pytest.raises(ConfigError, match=r"compute_score. .known: my_reward."):
         load_reward(str(named))
     with pytest.raises(ConfigError, match=r"custom_reward_function: no such file"):
         load_reward(str(tmp_path / "no.py"))

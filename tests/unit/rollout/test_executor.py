@@ -309,23 +309,6 @@ async def test_loops_that_misbehave_hurt_only_themselves(tmp_path: Path) -> None
     assert keys_on_disk(tmp_path) == [(i, r, t) for i in (3, 4) for r in range(N) for t in range(3)]
 
 
-async def test_stop_finishes_what_is_in_flight_and_drop_cuts_it_off(tmp_path: Path) -> None:
-    engine = await started(latency=lambda request: 0.02 if request.request_id[0] == "0" else 1e6)
-    with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, max_in_flight=4)
-        work = asyncio.create_task(harness.work(5))
-        while len(engine.requests) < 4:
-            await asyncio.sleep(0)
-        harness.executor.stop()
-        while harness.executor.counters.completed < N:
-            await asyncio.sleep(0.001)
-        harness.executor.drop()
-        await work
-        assert harness.executor.counters.dropped == 2
-        assert len(engine.requests) == 4
-        assert (run.state.keys.done, run.state.keys.failed) == (N, 0)
-
-
 async def test_what_is_being_stored_is_waited_for_however_often_it_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
