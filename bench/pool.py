@@ -9,7 +9,7 @@ that goes on takes only the rest of the time. 48 rollouts are in flight.
 
     lower bound    all the work at the speed of all replicas; if that is more, the longest rollout
     static split   rollouts are dealt out to the replicas before the run
-    pool           the engine as it is, without and with moves of stragglers
+    pool           the engine as it is
 
 Routing is partly chance: the time is the median of three runs, and the worst is beside it. It is the stubs'
 time, not the CPU's: the share of a core that client and stubs use is in the table, and beside it how late a
@@ -99,9 +99,9 @@ async def run_static(urls: list[str], rollouts: int) -> None:
     await asyncio.gather(*(engine.close() for engine in engines))
 
 
-async def run_pool(urls: list[str], rollouts: int, *, moves: bool = True) -> None:
+async def run_pool(urls: list[str], rollouts: int) -> None:
     """One pool."""
-    engine = SGLangEngine(urls, engine_kwargs={"move_stragglers": moves})
+    engine = SGLangEngine(urls)
     await engine.start()
     await drive(engine, iter(range(rollouts)), IN_FLIGHT)
     await engine.close()
@@ -134,7 +134,7 @@ def run(what: str, rollouts: int, slowness: float) -> dict[str, Any]:
         urls = orjson.loads(stubs.stdout.readline())
         stub_cpu, cpu, began = _cpu_of(stubs.pid), cpu_seconds(), time.perf_counter()
         is_static = what == "static split"
-        work = run_static(urls, rollouts) if is_static else run_pool(urls, rollouts, moves=what == "pool")
+        work = run_static(urls, rollouts) if is_static else run_pool(urls, rollouts)
         lag = asyncio.run(with_lag(work))
         seconds = time.perf_counter() - began
         client_share = (cpu_seconds() - cpu) / seconds
@@ -164,7 +164,7 @@ def bench() -> None:
     options: argparse.Namespace = parse_options(__doc__.split("\n")[0])
     rollouts, repeats = (400, 1) if options.quick else (4_000, 3)
     kinds = [("static split", 3.0)]
-    kinds += [(what, slowness) for slowness in (3.0, 20.0) for what in ("pool, no moves", "pool")]
+    kinds += [("pool", slowness) for slowness in (3.0, 20.0)]
     rows = []
     for what, slowness in kinds:
         times = 1 if what == "static split" else repeats

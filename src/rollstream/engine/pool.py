@@ -8,8 +8,7 @@
     some are there, and all failed at it    --> TransientEngineError: charged as an attempt
     the request is at fault                 --> EngineError, at once
 
-Which replicas are ready, and their weights: `readiness`. Which requests are ended where they are slow, to go on
-elsewhere with the tokens they have: `stragglers`.
+Which replicas are ready, and their weights: `readiness`.
 """
 
 import asyncio
@@ -25,11 +24,9 @@ from typing import Any
 from rollstream.aio import any_true
 from rollstream.engine.base import Capabilities, ChatPrompt, EngineLoad, ReportsLoad, ScoresIds
 from rollstream.engine.checks import check_request, ids_fit
-from rollstream.engine.continuation import PartialCompletion
 from rollstream.engine.load import LoadSum
 from rollstream.engine.readiness import Member, Readiness
 from rollstream.engine.replica import INITIAL_WEIGHTS, Replica, ReplicaRequest, ReplicaUnavailableError
-from rollstream.engine.stragglers import MOST_MOVES, should_move
 from rollstream.errors import (
     ConfigError,
     EngineError,
@@ -43,12 +40,8 @@ logger = logging.getLogger(__name__)
 
 POOL_KWARGS: dict[str, Any] = {
     "probe_after": 30.0,  # seconds without an answer after which a server is asked for its health; 0: never
-    "move_stragglers": True,  # requests move from slow servers to faster ones with room
 }
 """Keys of `engine_kwargs` for every pool, with their defaults."""
-
-_LOOK_EVERY_S = 0.25
-"""Between looks for stragglers: short against an answer worth moving."""
 
 _ABORT_TIMEOUT_S = 10.0
 """For a replica to end a request that was aborted: a step of the model, or a round trip. Then what the replica
@@ -85,15 +78,8 @@ class _Request:
     """Works on it; None between two replicas."""
     timeout: asyncio.Timeout | None = None
     """Ends the wait for that one."""
-    began: float = 0.0
-    """When that one got it."""
     failures: dict[str, RollstreamError] = field(default_factory=dict)
     """Replicas that failed at it or went away under it."""
-    may_move: bool = False
-    """Its tokens are as good when they come in pieces."""
-    moves: int = 0
-    is_moving: bool = False
-    """It was ended where it is, to go on elsewhere."""
 
     def end_wait(self, after: float = 0.0) -> None:
         """Ends the wait for the replica in so many seconds, as if its connection was lost."""
@@ -132,15 +118,11 @@ class Router:
         if chosen is None:
             near = [one for one, wait in zip(candidates, waits, strict=True) if wait <= least * (1 + 1e-9)]
             chosen = self._rng.choice(near)
-        self.send(session, chosen)
-        return chosen
-
-    def send(self, session: str, home: Member) -> None:
-        """From now on the session's next request goes there, unless that has much more to do."""
-        self._sessions[session] = home.name
+        self._sessions[session] = chosen.name
         self._sessions.move_to_end(session)
         if len(self._sessions) > self._remembered:
             self._sessions.popitem(last=False)
+        return chosen
 
 
 class PoolEngine:
@@ -172,7 +154,6 @@ class PoolEngine:
         self._hint = hint
         settings = POOL_KWARGS | (kwargs or {})
         self._probe_after: float = settings["probe_after"]
-        self._moves_stragglers: bool = settings["move_stragglers"]
         self._capabilities: Capabilities | None = None
         # A rid of our own on the wire: one that was cancelled may still be known to the server when the same
         # request comes again, and two runs may share a server.
@@ -227,8 +208,6 @@ class PoolEngine:
             raise
         if self._probe_after:
             self._watching.append(asyncio.create_task(self._watch()))
-        if self._moves_stragglers:
-            self._watching.append(asyncio.create_task(self._look_for_stragglers()))
 
     async def add_replica(self, replica: Replica) -> None:
         """Takes in a replica, before the start or while requests go on; it loads the current weights first.
@@ -265,10 +244,7 @@ class PoolEngine:
         """As `Engine.generate`; `chat`: the same as messages, for replicas that speak messages."""
         check_request(prompt_ids, sampling, self.capabilities, images=images, is_chat=chat is not None)
         sent = ReplicaRequest(prompt_ids, sampling, request_id, "", list(images or ()), chat=chat)
-        # One with a seed would draw other numbers.
-        may_move = sampling.can_be_continued and sampling.seed is None and not images and chat is None
-        request = self._requests[request_id] = _Request(sent, may_move=may_move)
-        partial = PartialCompletion(prompt_ids, sampling)
+        request = self._requests[request_id] = _Request(sent)
         has_waited = False
         try:
             while not request.sent.aborted:
@@ -281,16 +257,8 @@ class PoolEngine:
                 candidates = [one for one in self._readiness.ready.values() if one.name not in failures]
                 if candidates:
                     completion = await self._attempt(request, self._router.pick(candidates, request_id))
-                    if completion is None:
-                        continue
-                    if completion.finish_reason != "abort" or not request.is_moving or request.sent.aborted:
-                        return partial.finish(completion)
-                    partial.add(completion)
-                    if partial.is_full:
-                        return partial.result("length")
-                    request.sent = replace(
-                        request.sent, prompt_ids=partial.prompt_ids, sampling=partial.sampling
-                    )
+                    if completion is not None:
+                        return completion
                 elif has_waited or not self._readiness.causes().keys() - failures.keys():
                     raise self._refusal(request)
                 else:
@@ -299,7 +267,7 @@ class PoolEngine:
         finally:
             self._requests.pop(request_id, None)
         # Aborted, and its replica is gone: what that had is lost, and it is not worth another one.
-        return partial.result("abort")
+        return Completion([], [] if sampling.logprobs else None, "abort")
 
     async def abort(self, request_id: str) -> None:
         if (request := self._requests.get(request_id)) is not None:
@@ -368,14 +336,14 @@ class PoolEngine:
         request.sent = sent = replace(
             request.sent, rid=f"{request.sent.request_id}.{self._nonce}{next(self._counter)}"
         )
-        request.member, request.began, request.is_moving = member, now(), False
+        request.member, began = member, now()
         if not member.in_flight:
-            member.alive_at = request.began
+            member.alive_at = began
         member.in_flight += 1
         try:
             async with asyncio.timeout(None) as request.timeout:
                 completion = await self._generate(member.replica, sent)
-            self._answered(member, len(completion.token_ids), now() - request.began)
+            self._answered(member, len(completion.token_ids), now() - began)
             return completion
         except TimeoutError:
             what = "end what was aborted" if sent.aborted else "answer, and it is not healthy"
@@ -475,34 +443,6 @@ class PoolEngine:
         if not can.scores or not fits or not isinstance(replica, ScoresIds):
             return None
         return await replica.score(ids, start)
-
-    async def _look_for_stragglers(self) -> None:
-        """Ends requests where they are slow: they go on, with the tokens they have, where there is room."""
-        while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
-            known = [one for one in self._readiness.ready.values() if one.pace]
-            if len(known) < 2 or not self._readiness.is_settled:
-                continue
-            now = asyncio.get_running_loop().time()
-            paces = {one.name: (one.in_flight + 1) * one.pace for one in known}
-            for request in sorted(self._requests.values(), key=lambda request: request.began):
-                here, sent = request.member, request.sent
-                is_free = request.may_move and not request.is_moving and request.moves < MOST_MOVES
-                if not is_free or here is None or not here.replica.resumes_aborted:
-                    continue
-                there = min(known, key=lambda one: paces[one.name])
-                if there is not here and should_move(
-                    prompt_tokens=len(sent.prompt_ids),
-                    max_tokens=sent.sampling.max_tokens,
-                    seconds=now - request.began,
-                    here=here.pace,
-                    there=paces[there.name],
-                ):
-                    paces[there.name] += there.pace
-                    request.moves += 1
-                    request.is_moving = True
-                    self._router.send(sent.request_id, there)
-                    self._abort_soon(here, sent)
 
     async def _watch(self) -> None:
         """Looks for replicas that take requests and answer none."""
