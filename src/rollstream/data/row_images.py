@@ -13,7 +13,6 @@ stored; the images themselves go beside them.
 """
 
 import base64
-import binascii
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,20 +126,25 @@ def _part_source(part: dict[str, Any], where: str, column: Iterator[ImageSource]
 
 
 def _source(image: Any, where: str) -> ImageSource:
-    if type(image) is str:
-        return _text_source(image, where)
-    if type(image) is not dict:
+    """Bytes come as base64 text: so they are read from Arrow, and so JSON Lines must have them."""
+    if type(image) is str and image:
+        try:
+            return decode_data_url(image) if image.startswith("data:") else image
+        except DataError as error:
+            raise BadRow(f"{where}: {error}") from error
+    key = next((key for key in _SOURCE_KEYS if type(image) is dict and image.get(key) is not None), None)
+    if key is None:
         raise BadRow(f"{where} is {described(image)}, want a path, a URL, or a mapping with bytes or path")
-    known = {key: image[key] for key in _SOURCE_KEYS if image.get(key) is not None}
-    if not known:
-        raise BadRow(
-            f"{where} has none of {', '.join(_SOURCE_KEYS)}; its keys are {', '.join(image) or '(none)'}"
-        )
-    _no_more({key: value for key, value in image.items() if key not in _SOURCE_KEYS}, where)
-    key = next(iter(known))
-    if key == "bytes":
-        return _decode(known[key], f"{where}.bytes")
-    return _source(known[key], f"{where}.{key}")
+    _no_more({name: value for name, value in image.items() if name not in _SOURCE_KEYS}, where)
+    if key != "bytes":
+        return _source(image[key], f"{where}.{key}")
+    try:
+        data = base64.b64decode(image[key], validate=True)
+    except (TypeError, ValueError) as error:
+        raise BadRow(f"{where}.bytes is not base64 ({error})") from error
+    if not data:
+        raise BadRow(f"{where}.bytes is empty")
+    return data
 
 
 def _no_more(rest: dict[str, Any], where: str) -> None:
@@ -153,30 +157,6 @@ def _no_more(rest: dict[str, Any], where: str) -> None:
             f"{where} has {', '.join(extra)}, which is not known for an image; "
             "sizes are those of the model's processor"
         )
-
-
-def _text_source(text: str, where: str) -> ImageSource:
-    if not text:
-        raise BadRow(f"{where} is empty, want a path or a URL")
-    if not text.startswith("data:"):
-        return text
-    try:
-        return decode_data_url(text)
-    except DataError as error:
-        raise BadRow(f"{where}: {error}") from error
-
-
-def _decode(value: Any, where: str) -> bytes:
-    """Bytes come as base64 text: so they are read from Arrow, and so JSON Lines must have them."""
-    if type(value) is not str:
-        raise BadRow(f"{where} is {described(value)}, want base64 text")
-    try:
-        data = base64.b64decode(value, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise BadRow(f"{where} is not base64 ({error})") from error
-    if not data:
-        raise BadRow(f"{where} is empty")
-    return data
 
 
 def _is_url(text: str) -> bool:
