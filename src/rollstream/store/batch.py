@@ -13,7 +13,6 @@ import hashlib
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import fields
@@ -499,33 +498,6 @@ def read_group(file: pq.ParquetFile, group: int, columns: Sequence[str] | None =
         return file.read_row_group(group, columns=columns, use_threads=False)
     table = with_counts(file.read_row_group(group, use_threads=False).replace_schema_metadata(None))
     return table if columns is None else table.select(columns)
-
-
-def rollout_rows(file: pq.ParquetFile, index: int, repeat: int | None = None) -> pa.Table:
-    """The rows of a rollout, or of all rollouts of a prompt row, sorted by key; none if it is not there.
-
-    Reads the keys of row groups that can hold them, by the footer, and whole ones only where they do.
-    """
-    found = [pa.Table.from_batches([], SCHEMA)]
-    for group in range(file.num_row_groups):
-        if index not in _range_of_keys(file.metadata, group):
-            continue
-        keys = file.read_row_group(group, columns=KEY_COLUMNS, use_threads=False)
-        same = column_values(keys["index"]) == index
-        if repeat is not None:
-            same &= column_values(keys["repeat"]) == repeat
-        if at := np.flatnonzero(same).tolist():  # one stretch: rows are sorted
-            rows = read_group(file, group).slice(at[0], at[-1] - at[0] + 1)
-            found.append(rows.replace_schema_metadata(None))
-    return pa.concat_tables(found)
-
-
-def _range_of_keys(footer: pq.FileMetaData, group: int) -> range:
-    """The prompt rows that a row group may hold: all, where its footer does not say."""
-    found = footer.row_group(group).column(0).statistics
-    if found is None or not isinstance(found.min, int) or not isinstance(found.max, int):
-        return range(sys.maxsize)
-    return range(found.min, found.max + 1)
 
 
 class DamagedFileError(DamageError):

@@ -193,7 +193,6 @@ async def test_exports_of_an_earlier_artifact_are_stale(tmp_path: Path) -> None:
     await merged(tmp_path)
     for name in ("jsonl", "hf", "zip"):
         export_run(tmp_path, name)
-    (tmp_path / "trajectories_notes.txt").touch()
     assert read_status(tmp_path).stale == []
     await commit_all(tmp_path, [rollout(ROLLOUTS)])
     merge(tmp_path)
