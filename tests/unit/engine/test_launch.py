@@ -22,7 +22,7 @@ from rollstream.engine.launch_process import LocalLauncher, LocalProcess, reserv
 from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.registry import check_engine_config, create_engine
 from rollstream.engine.replica import Replica
-from rollstream.errors import ConfigError, EngineError, EngineLostError, EngineUnavailableError
+from rollstream.errors import ConfigError, EngineError, EngineUnavailableError
 from rollstream.trajectory import SamplingParams
 from tests.support.launching import SmallReplica, servers_of, small_server
 from tests.support.processes import running
@@ -100,18 +100,6 @@ async def test_a_restarted_replica_gets_the_current_weights(tmp_path: Path) -> N
         assert made[-1].loads == [3]
 
 
-async def test_one_that_cannot_start_stops_the_others_and_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    async with launched(tmp_path, 2) as engine:
-        (tmp_path / "1" / "broken").touch()
-        with pytest.raises(EngineError) as raised:
-            await engine.start()
-        message = str(raised.value)
-        assert message.startswith("replica 1 ended with exit code 1 before it was healthy\n  command: ")
-        assert message.endswith("    line 28\n    line 29\n    no such model")
-        assert "line 11\n" in message and "line 10\n" not in message  # twenty lines
-        assert not running(str(tmp_path))
-
-
 class Another(SmallReplica):
     async def describe(self) -> Any:
         await super().describe()
@@ -144,19 +132,6 @@ async def test_one_that_is_not_healthy_for_long_is_replaced(tmp_path: Path, how:
         await until(lambda: "not healthy for 1 s" in engine.supervisors[0].cause)
         (tmp_path / "0" / how).unlink()
         await until(lambda: len(engine.ready) == 1)
-
-
-async def test_when_all_are_given_up_that_is_said_and_not_waited_for(tmp_path: Path) -> None:
-    async with launched(tmp_path) as engine:
-        await engine.start()
-        (tmp_path / "0" / "broken").touch()
-        kill(tmp_path, 0)
-        await until(lambda: engine.supervisors[0].is_given_up)
-        assert engine.restarts == 2  # one may fail
-        with pytest.raises(EngineLostError, match=r"no replica could be started again(?s:.*)no such model"):
-            await engine.health()
-        with pytest.raises(EngineUnavailableError):
-            await ask(engine)
 
 
 async def test_a_supervisor_that_breaks_does_not_stop_what_others_serve(

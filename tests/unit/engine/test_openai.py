@@ -313,10 +313,3 @@ def test_settings_that_make_no_sense(kwargs: dict[str, Any], message: str) -> No
     with pytest.raises(ConfigError, match=message) as caught:
         OpenAIEngine(["http://a:1"], model_path="m", engine_kwargs=kwargs)
     assert KEY not in str(caught.value)
-
-
-def test_what_is_missing() -> None:
-    with pytest.raises(ConfigError, match="server_urls"):
-        OpenAIEngine([], model_path="m")
-    with pytest.raises(ConfigError, match=r"model\.path"):
-        OpenAIEngine(["http://a:1"], model_path=None)

@@ -11,7 +11,6 @@ from rollstream.engine.base import Capabilities
 from rollstream.engine.registry import (
     check_capabilities,
     check_engine_config,
-    create_engine,
     data_deciding_kwargs,
 )
 from rollstream.errors import ConfigError
@@ -68,42 +67,12 @@ def test_log_probs_of_the_other_kind_are_refused_where_they_differ(kind: Any) ->
     start(other, SamplingParams(1, stop=("a",)))  # both are the same
 
 
-def test_an_engine_without_token_ids_is_said_once_and_gives_less(caplog: pytest.LogCaptureFixture) -> None:
-    speaks = replace(STRONG, token_ids=False, logprobs="none", seeds=False, stop_token_ids=False)
-    check(speaks, SamplingParams(40, logprobs=False, stop=("a",)))
-    (line,) = caplog.records
-    assert "not those that were sampled" in line.message
-    assert "extra.token_exact=false" in line.message
-    asked = SamplingParams(40, seed=1, stop_token_ids=(3,), top_k=5, ignore_eos=True)
-    with pytest.raises(ConfigError) as caught:
-        check(speaks, asked)
-    for hint in (
-        "calculate_log_probs=false",
-        "generation.seed=null",
-        "honours_seed",
-        "rollout.stop_token_ids must be empty",
-        "top_k=-1",
-        "extra_body",
-        "ignore_eos=false",
-    ):
-        assert hint in str(caught.value)
-
-
 def test_lengths_that_cannot_fit() -> None:
     with pytest.raises(ConfigError, match="more than the 100 tokens"):
         check(STRONG, SamplingParams(41))
     with pytest.raises(ConfigError, match="more than the 90 tokens"):
         check(STRONG, SamplingParams(40), limit=90)
     check(replace(STRONG, max_model_len=None), SamplingParams(4000))
-
-
-def test_a_limit_is_named_by_what_sets_it() -> None:
-    with pytest.raises(ConfigError, match=r"engine_kwargs\.cache_size or num_kv_blocks") as caught:
-        check(STRONG, SamplingParams(41), limit=200)
-    assert "rollout.max_model_len" not in str(caught.value)
-    # An engine that was told the user's limit gives it back as its own.
-    with pytest.raises(ConfigError, match=r"by actor_rollout_ref\.rollout\.max_model_len"):
-        check(STRONG, SamplingParams(41), limit=100)
 
 
 def test_stop_ids_are_in_the_vocabulary() -> None:
@@ -115,19 +84,6 @@ def test_stop_ids_are_in_the_vocabulary() -> None:
     check(STRONG, SamplingParams(40, stop_token_ids=(99999,)))
     with pytest.raises(ConfigError, match="fit 31 bits"):
         check(STRONG, SamplingParams(40, stop_token_ids=(2**31,)))
-
-
-def test_unknown_engines_and_missing_parts(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean 'openvino'"):
-        create_engine("openvin", model_path=None, log_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"model\.path"):
-        create_engine("openvino", model_path=None, log_dir=tmp_path)
-    with pytest.raises(ConfigError, match="server_urls"):
-        create_engine("sglang", model_path=None, log_dir=tmp_path)
-    with pytest.raises(ConfigError, match="embedded"):
-        create_engine("openvino", model_path=tmp_path, server_urls=["http://a:1"], log_dir=tmp_path)
-    engine = create_engine("sglang", model_path="org/name", server_urls=["http://a:1/"], log_dir=tmp_path)
-    assert type(engine).__name__ == "SGLangEngine"
 
 
 def test_engines_are_imported_only_when_asked_for() -> None:
