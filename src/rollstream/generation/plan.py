@@ -219,7 +219,7 @@ Say = Callable[[str | None], object]
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """What a caller in Python gives instead of files."""
+    """Prompts and a reward that a caller in Python gives instead of files."""
 
     prompts: RowSource | None = None
     reward: Callable[..., Any] | None = None

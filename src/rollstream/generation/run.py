@@ -179,7 +179,7 @@ async def generate(
 
 @dataclass(frozen=True, slots=True)
 class _Hooks:
-    """Whoever watches a run, and may end it; see `generate`."""
+    """The caller's stop signals, console and callbacks; see `generate`."""
 
     stop: StopSignals
     console: Console

@@ -58,7 +58,7 @@ _LAST_ANSWERS_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What a tracker is told of a run when it opens."""
+    """The facts about a run that a tracker opens with."""
 
     run_id: str
     """32 hexadecimal digits, the same whenever the run is resumed."""
@@ -98,7 +98,7 @@ class Tracker(Protocol):
 
 
 class Staged(str):
-    """What an `Uploader` says of a file that waits on this machine until a person sends it."""
+    """The answer of an `Uploader` for a file that waits on this machine until a person sends it."""
 
 
 class Uploader(Tracker, Protocol):
