@@ -209,13 +209,9 @@ def kill_in_batches(folder: Path, kills: int) -> None:
                     server.kill()
 
 
-def test_a_batch_of_10_000_is_stored_whole_or_not_at_all(tmp_path: Path) -> None:
-    kill_in_batches(tmp_path / "buffer", 4)
-
-
-@pytest.mark.soak
-def test_a_batch_of_10_000_is_stored_whole_or_not_at_all_under_many_kills(tmp_path: Path) -> None:
-    kill_in_batches(tmp_path / "buffer", 60)
+@pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.soak)])
+def test_a_batch_of_10_000_is_stored_whole_or_not_at_all(tmp_path: Path, kills: int) -> None:
+    kill_in_batches(tmp_path / "buffer", kills)
 
 
 # -- the event loop stops
@@ -438,13 +434,9 @@ def cost_of_acks(folder: Path, leases: int) -> None:
         assert any(one < 1.5 * few + 0.02 for one in many)
 
 
-def test_an_ack_costs_the_same_with_many_leases_out(tmp_path: Path) -> None:
-    cost_of_acks(tmp_path / "buffer", 3_000)
-
-
-@pytest.mark.soak
-def test_an_ack_costs_the_same_with_20_000_leases_out(tmp_path: Path) -> None:
-    cost_of_acks(tmp_path / "buffer", 20_000)
+@pytest.mark.parametrize("leases", [3_000, pytest.param(20_000, marks=pytest.mark.soak)])
+def test_an_ack_costs_the_same_with_many_leases_out(tmp_path: Path, leases: int) -> None:
+    cost_of_acks(tmp_path / "buffer", leases)
 
 
 def time_out(folder: Path, groups: int, seconds: float) -> None:
@@ -466,13 +458,11 @@ def time_out(folder: Path, groups: int, seconds: float) -> None:
         wait_until(lambda: server.stats()["groups_dropped"].get("timed_out", 0) >= groups)
 
 
-def test_many_open_groups_time_out_in_slices(tmp_path: Path) -> None:
-    time_out(tmp_path / "buffer", 20_000, 4)
-
-
-@pytest.mark.soak
-def test_100_000_open_groups_time_out_in_slices(tmp_path: Path) -> None:
-    time_out(tmp_path / "buffer", 100_000, 40)
+@pytest.mark.parametrize(
+    ("groups", "seconds"), [(20_000, 4), pytest.param(100_000, 40, marks=pytest.mark.soak)]
+)
+def test_many_open_groups_time_out_in_slices(tmp_path: Path, groups: int, seconds: float) -> None:
+    time_out(tmp_path / "buffer", groups, seconds)
 
 
 # -- what a user met

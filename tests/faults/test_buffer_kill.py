@@ -131,14 +131,10 @@ async def storm(tmp_path: Path, kills: int, seed: int) -> None:
 
 
 @pytest.mark.slow
-async def test_nothing_acknowledged_is_lost_and_nothing_is_acked_twice(tmp_path: Path) -> None:
-    await storm(tmp_path, 8, seed=7)
-
-
-@pytest.mark.soak
 @pytest.mark.timeout(3600)
-async def test_nothing_acknowledged_is_lost_over_300_kills(tmp_path: Path) -> None:
-    await storm(tmp_path, 300, seed=8)
+@pytest.mark.parametrize("kills", [8, pytest.param(300, marks=pytest.mark.soak)])
+async def test_nothing_acknowledged_is_lost_and_nothing_is_acked_twice(tmp_path: Path, kills: int) -> None:
+    await storm(tmp_path, kills, seed=7)
 
 
 SMALL_DISK = 'mount -t tmpfs -o size=16m none "$0" && echo mounted && exec sleep 600'

@@ -30,7 +30,7 @@ InstanceId = int | str
 Encoding = Literal["json", "msgpack"]
 
 MAX_ITEMS: Final = 10_000
-"""Of one batch: bounds the memory that a body of tiny items takes once it is parsed."""
+"""A batch has at most so many: bounds the memory that a body of tiny items takes once it is parsed."""
 
 MAX_TEXT: Final = 1024
 """Characters of an id, uid, task type or job."""
@@ -74,10 +74,10 @@ class ItemError(RollstreamError):
 
 
 class Item(msgspec.Struct, frozen=True, gc=False):
-    """What the buffer has to know of an item, and its bytes."""
+    """An item's bytes, and the fields that the buffer reads."""
 
     uid: str
-    """As written, or made for an item that came without one."""
+    """The written one, or one made for an item that came without."""
     instance_id: InstanceId
     reward: float | None
     failed: bool

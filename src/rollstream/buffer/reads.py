@@ -52,7 +52,7 @@ _CHECK_S: Final = 1.0
 """A waiting reader checks this often whether its client is there and the server goes on."""
 
 _META_BYTES: Final = 64 * 2**20
-"""Of items that a task's own get_group_data_meta_info is given."""
+"""A task's own get_group_data_meta_info gets items of so many bytes."""
 
 _DROPS: Final = 10_000
 
@@ -89,7 +89,7 @@ class Form(NamedTuple):
 
     media_type: str
     encoding: Encoding | None
-    """Of the items; None: as they are stored, where a group's items agree."""
+    """The encoding of the items; None: as they are stored, where a group's items agree."""
     head: Callable[[dict[str, Any]], bytes]
     group: Callable[[Ready], bytes]
     between: bytes
@@ -98,7 +98,7 @@ class Form(NamedTuple):
 
 
 class TaskPolicy:
-    """What the store has to know of tasks: settings of the server and of jobs, and which hooks judge."""
+    """Tells the store about tasks: settings of the server and of jobs, and which hooks judge."""
 
     def __init__(self, defaults: GroupSettings, host: Hooks | None) -> None:
         self._defaults = defaults
@@ -178,13 +178,13 @@ class Reads:
         self.on_change(Change(ready=True, unjudged=True))
 
     def end_waits(self) -> None:
-        """Those who wait get nothing more."""
+        """Readers that wait get nothing more."""
         for waiter in self._waiters:
             if not waiter.given.done():
                 waiter.given.set_result(waiter.found)
 
     def settings(self, group: Group) -> GroupSettings:
-        """Of a group; of a server that was started with another size, it keeps its own."""
+        """The settings of a group; it keeps its size when the server is started with another one."""
         settings = self._policy.settings(group.task, self._store.known_jobs.get(group.job))
         return settings if settings.group_size == group.size else replace(settings, group_size=group.size)
 

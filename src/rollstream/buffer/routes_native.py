@@ -15,13 +15,13 @@ from rollstream.buffer.store.base import GroupState, JobRecord, Stats, Wanted, d
 from rollstream.web import Handler, HTTPError, Request, Route, json_response
 
 MOST_GROUPS: Final = 1024
-"""Of one lease."""
+"""A lease has at most so many."""
 
 JSON: Final = "application/json"
 MSGPACK: Final = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 
 _ANY: Final = ("", "application/x-www-form-urlencoded", "application/octet-stream")
-"""What clients send that do not say what they send: taken for JSON."""
+"""Clients that name no media type send these; they are taken for JSON."""
 
 MAX_ASKED: Final = 2**20
 """Bytes of a body that is no item: it is parsed in the event loop."""

@@ -265,7 +265,7 @@ class Service:
     # -- reporting
 
     def scope(self) -> Scope:
-        """What a trainer on slime's wire gets.
+        """The groups that a trainer on slime's wire gets.
 
         What the job that it started made, or came in for its task from outside: never another job's rest.
         """
@@ -273,7 +273,7 @@ class Service:
         return Scope(None, None) if last is None else Scope(last.task, (last.id, ""))
 
     def group_size(self, task: str | None, job: str | None = None) -> int:
-        """Of a job's groups; of the last job's by default."""
+        """The size of a job's groups; the last job's by default."""
         record = self.store.known_jobs.get(job) if job else self.store.last_job
         if record is not None and task not in (None, record.task):
             record = None
@@ -285,7 +285,7 @@ class Service:
         return failing or any(scope.task in (None, task) for task in self.reads.paused)
 
     async def failures(self, scope: Scope) -> list[dict[str, Any]]:
-        """What keeps groups from readers: jobs that fail, hooks that fail."""
+        """The failures that keep groups from readers: of jobs, of hooks."""
         found = [
             {**msgspec.to_builtins(one), "message": str(one)}
             for one in self.jobs.failures()
@@ -347,7 +347,7 @@ class Service:
         return found
 
     def drop_notices(self) -> list[str]:
-        """What was dropped since a reader got something last, and why."""
+        """The groups dropped since a reader got something last, by reason."""
         counts = self._dropped_unread
         if not counts:
             return []
@@ -410,7 +410,7 @@ def _listed(counts: Iterable[tuple[str, int]]) -> str:
 
 
 def _own_url(url: str) -> str:
-    """Where generators on this machine reach the server.
+    """The address by which generators on this machine reach the server.
 
     By a name of its own, `localhost`: HTTP clients that send the generator's token to a host send it to all of
     its ports, and engines are mostly at 127.0.0.1.

@@ -1,4 +1,4 @@
-"""What the store keeps: groups, leases, jobs; and what its calls take and give.
+"""The store's groups, leases and jobs, and the types that its calls take and return.
 
 The life of a group:
 
@@ -31,7 +31,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True, rename={"task": "task
     """The store counts jobs: later ones have larger numbers, whatever the clock says."""
     task: str
     payload: dict[str, Any]
-    """As `PayloadRules.check` gives it. A job that another one replaced keeps its short values."""
+    """The result of `PayloadRules.check`. A job that another one replaced keeps its short values."""
     state: JobState
     started: float
     """Unix time."""
@@ -103,7 +103,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True, rename={"seconds": "lease
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a read asks for. None: any."""
+    """The groups that a read asks for. None: any."""
 
     groups: int
     exact: bool = False
@@ -126,7 +126,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True):
-    """What a read got."""
+    """The groups that a read got."""
 
     lease: Lease | None
     groups: list[Group]
@@ -157,7 +157,7 @@ class Judged(NamedTuple):
 
 
 class Acked(NamedTuple):
-    """What an ack did."""
+    """The result of an ack."""
 
     groups: int
     items: int
@@ -166,7 +166,7 @@ class Acked(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What happened in the store, for those who wait."""
+    """News from the store, for those who wait."""
 
     ready: bool = False
     """Groups became ready, here or at another server of the same database."""
@@ -179,7 +179,7 @@ class Change(NamedTuple):
 
 
 class Policy(Protocol):
-    """What a store has to know of tasks."""
+    """Tells a store about tasks."""
 
     def settings(self, task: str, job: JobRecord | None) -> GroupSettings: ...
 

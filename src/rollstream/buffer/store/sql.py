@@ -64,7 +64,7 @@ T = TypeVar("T")
 G = TypeVar("G", bound=Group)
 
 FORMAT: Final = 5
-"""Of the tables. Another one is refused."""
+"""The format of the tables. Another one is refused."""
 
 SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS totals (id {key}, json TEXT NOT NULL);
@@ -191,7 +191,7 @@ _SAVE: Final = (
     f"INSERT INTO groups ({_ROW}) VALUES ({', '.join(['%s'] * len(_FIELDS))}) "
     f"ON CONFLICT (id) DO UPDATE SET {_CHANGES}"
 )
-"""What comes before `n` never changes, nor does `key`."""
+"""The columns before `n` never change, nor does `key`."""
 
 
 class _Jobs(NamedTuple):
@@ -201,7 +201,7 @@ class _Jobs(NamedTuple):
 
 
 class _Session:
-    """What the operations of one transaction share."""
+    """The state that the operations of one transaction share."""
 
     def __init__(self, tx: Tx, jobs: _Jobs) -> None:
         self.tx = tx
@@ -870,7 +870,7 @@ class SqlStore:
 
     @_change
     def save_job(self, session: _Session, record: JobRecord) -> JobRecord:
-        """As it is stored: a new job gets its `number`, and `expected` stays once it is known."""
+        """Stores a job and returns it: a new one gets its `number`, and `expected` stays once it is known."""
         totals, number, expected = session.totals, session.totals["last_job"], record.expected
         if (known := _job(session.tx, record.id)) is None:
             for (text,) in session.tx.rows("SELECT record FROM jobs WHERE number = %s", number):
@@ -974,7 +974,7 @@ class SqlStore:
     def unread_drops(
         self, tx: Tx, task: str | None, jobs: Sequence[str] | None, limit: int
     ) -> tuple[list[Group], int]:
-        """What was dropped since a trainer on slime's wire got a report, and what `ack` takes as `reported_up_to`."""
+        """Groups dropped since a trainer on slime's wire got a report, and the `reported_up_to` for `ack`."""
         totals = _totals(tx)
         groups = _groups(tx, _DROPPED, totals["reported"], limit)
         up_to = groups[-1].left if len(groups) == limit else totals["items_left"]
@@ -1019,8 +1019,8 @@ _STATES: Final = {
     "leased": "lease IS NOT NULL AND state = 'leased'",
     "quarantined": "state = 'quarantined'",
 }
-"""What has not left, each in the words of the index that finds it: no arguments, which PostgreSQL does not know
-when it plans."""
+"""Conditions for groups that have not left, in the words of the index that finds them: no arguments, which
+PostgreSQL does not know when it plans."""
 
 
 def _size(op: Sequence[Item] | _Op) -> int:

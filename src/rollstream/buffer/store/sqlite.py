@@ -53,7 +53,7 @@ class SqliteDatabase:
         self._changes: sqlite3.Connection | None = None
         self._looks: sqlite3.Connection | None = None
         self._clock = 0.0
-        """What the store's clock showed when it was opened: that of the last change. It stands still while no
+        """The store's clock when it was opened, which is that of the last change. It stands still while no
         server runs."""
         self._opened = time.monotonic()
 
@@ -203,7 +203,7 @@ class _Tx:
         return self._connection.execute(_translated(sql), plain).fetchall()
 
     def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
-        """As few statements as possible: each one gives Python's lock away, and waits to get it back."""
+        """Runs as few statements as possible: each one gives Python's lock away, and waits to get it back."""
         if "VALUES (" not in sql:
             self._connection.executemany(_translated(sql), rows)
             return

@@ -74,7 +74,7 @@ class _Request(msgspec.Struct):
     call: str
     path: str
     source: bytes
-    """What the file says, or the body to parse."""
+    """The file's content, or the body to parse."""
     settings: GroupSettings = GroupSettings()
     groups: Sequence[tuple[InstanceId, Stored]] = ()
     timed_out: bool = False
@@ -103,7 +103,7 @@ class HookProcess:
         self._closed = False
 
     async def call(self, call: str, file: GeneratorFile, *values: Any) -> Any:
-        """What `Hooks` answers to `judge`, `finish` or `meta_info`; of `look`, the file's task and hooks.
+        """Returns the answer of `Hooks` to `judge`, `finish` or `meta_info`; of `look`, the file's task and hooks.
 
         Args:
             call: Its name.

@@ -93,7 +93,7 @@ class Hooks:
         return meta
 
     def judge(self, group: Group, settings: GroupSettings, *, timed_out: bool = False) -> Verdict:
-        """What the file's own `is_valid_group` says. Raises `HookError`.
+        """The verdict of the file's own `is_valid_group`. Raises `HookError`.
 
         A group is finished, whatever the hook says, once it is valid, whole or timed out. The hook is not
         called with `settings.raw`.
@@ -228,7 +228,7 @@ def _is_chosen(hook: _Hook, item: ItemDict, values: Mapping[str, Any]) -> bool:
 
 
 def _fault_of(item: Any, instance_id: InstanceId) -> str:
-    """What is wrong with an item that a hook gave back; "" if nothing."""
+    """The fault of an item that a hook gave back; "" if it has none."""
     if type(item) is not dict:
         return f"that is {_kind(item)}, not a dict"
     if missing := [key for key in _REQUIRED if key not in item]:

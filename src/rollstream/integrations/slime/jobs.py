@@ -206,7 +206,7 @@ class Jobs:
             return await self._store.save_job(replace(record, state="stopped"))
 
     def failures(self) -> list[JobFailure]:
-        """What keeps the last job from getting on. A crash counts until an item comes."""
+        """The failure that keeps the last job from getting on. A crash counts until an item comes."""
         last, run = self._store.last_job, self._run
         if last is None or last.state not in ("running", "failed"):
             return []
@@ -359,5 +359,5 @@ class Jobs:
 
 
 def _work(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes a job another one."""
+    """The part of a payload that tells jobs apart."""
     return {key: value for key, value in payload.items() if key not in ("skip_instance_ids", *_HOW)}

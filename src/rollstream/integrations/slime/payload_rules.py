@@ -1,4 +1,4 @@
-"""What the payload of a job may ask for. Pure, but that it looks where paths lead.
+"""Rules for the payload of a job. They are pure, but look where paths lead.
 
 A payload comes over the wire: it never names a file, program or server that the operator did not allow at start.
 """
@@ -44,7 +44,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 
 
 class PayloadRules:
-    """What the operator allows.
+    """The rules of an operator.
 
     Args:
         inputs: Folders with input files and tokenizers; none: the working directory.
