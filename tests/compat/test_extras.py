@@ -31,6 +31,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "trl": (*FIRST_RUN, "from rollstream.integrations.trl import GRPOEnvTrainer"),
     "verl": (*FIRST_RUN, "from rollstream.integrations.verl import loop"),
     "dataproto": ("import tensordict, torch",),
+    "openai": ("import rollstream.engine.openai",),
     "mcp": ("import rollstream.agent.tools.mcp; from mcp import Client, MCPError",),
     "images": ("import PIL.Image",),
     "ray": ("from rollstream.engine.ray_package import import_ray; import_ray()",),
