@@ -402,20 +402,22 @@ def read_groups(
         if indices is not None:
             wanted = np.searchsorted(indices, low) < np.searchsorted(indices, high, side="right")
         groups = np.flatnonzero(wanted).tolist()
-        names = {*file.schema_arrow.names} if columns is None else {*columns}
+        stored = {*file.schema_arrow.names}
+        names = stored if columns is None else {*columns}
         # A format without the counts of tokens has them computed of each group.
-        step = 1 if names & _WIDE or not names <= {*file.schema_arrow.names} else _SLAB
+        narrow = not names & _WIDE and names <= stored
+        step = _SLAB if narrow else 1
         for start in range(0, len(groups), step):
-            yield from _read_slab(file, path, groups[start : start + step], columns)
+            yield from _read_slab(file, path, groups[start : start + step], columns, narrow)
 
 
 def _read_slab(
-    file: pq.ParquetFile, path: Path, groups: list[int], columns: Sequence[str] | None
+    file: pq.ParquetFile, path: Path, groups: list[int], columns: Sequence[str] | None, narrow: bool
 ) -> Iterator[pa.Table | DamagedFileError]:
     try:
         with reading(path):
-            if len(groups) > 1:
-                table = file.read_row_groups(groups, columns=columns)
+            if narrow:
+                table = file.read_row_groups(groups, columns=columns, use_threads=len(groups) > 1)
             else:
                 table = read_group(file, groups[0], columns)
     except DamagedFileError as error:
@@ -423,7 +425,7 @@ def _read_slab(
             yield error
         else:
             for group in groups:
-                yield from _read_slab(file, path, [group], columns)
+                yield from _read_slab(file, path, [group], columns, narrow)
     else:
         yield table.replace_schema_metadata(None)
 
