@@ -151,34 +151,6 @@ async def test_a_row_that_was_rendered_as_it_is_before_is_rendered_anew_with_its
     assert given.prompts.render(row.messages, prompt_key=row.prompt_key, tools=SCHEMAS) == plain
 
 
-async def test_answers_and_questions_can_be_deleted_too() -> None:
-    rollout, engine = await play(
-        call_text("it", secret=17),
-        f"thinking aloud {call_text('it', more=18)}",
-        delete(1, 0),
-        delete(3),
-        "12",
-    )
-    check_every_token_once(rollout, engine)
-    assert len(rollout.trajectories) == 3
-    first, second = text(rollout.trajectories[1].prompt_ids), text(rollout.trajectories[2].prompt_ids)
-    assert f"<|im_start|>user\n[msg_id: 0] [deleted]{END}" in first
-    stub = '[deleted]\n<tool_call>\n{"name": "it", "arguments": {}}\n</tool_call>'
-    assert f"<|im_start|>assistant\n[msg_id: 1] {stub}{END}\n<|im_start|>user\n<tool_response>" in first
-    assert '"arguments":{"secret":17}' not in first
-    assert '"arguments": {"secret": 17}' not in first
-    assert '{"secret": 17}' in first, "its result is another message"
-    assert "thinking aloud" in first
-    assert "thinking aloud" not in second
-    assert f"<|im_start|>assistant\n[msg_id: 3] {stub}{END}" in second
-    assert "3 + 9 =" not in second
-    final = rollout.final
-    assert contents(final, "assistant")[:2] == ["[msg_id: 1] [deleted]", "[msg_id: 3] [deleted]"]
-    assert [message["tool_call_id"] for message in final.messages if message["role"] == "tool"] == [
-        call["id"] for message in final.messages for call in message.get("tool_calls", [])
-    ]
-
-
 async def test_refusals_are_told_and_take_no_snapshot() -> None:
     row = make_row(messages=[{"role": "system", "content": "be brief"}, {"role": "user", "content": "hm"}])
     bad: list[tuple[Any, str]] = [

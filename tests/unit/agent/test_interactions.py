@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from rollstream.agent.base import TurnLimits
 from rollstream.agent.interactions import Interaction, Interactions, load_interactions
 from rollstream.errors import ConfigError
 from rollstream.trajectory import Failure, Message, Rollout
@@ -145,19 +144,6 @@ async def test_calls_run_and_only_answers_without_calls_are_answered() -> None:
     assert teacher.done == ["start", "respond", "respond", "score", "finalize"]
     assert made.extra["turn_scores"] == [0.0, 1.0]
     assert made.extra["tool_scores"] == {"it": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("limits", "answers"),
-    [(TurnLimits(max_assistant_turns=2), 2), (TurnLimits(max_user_turns=2), 3)],
-)
-async def test_turn_limits_end_it_and_it_is_scored_and_finalized(limits: TurnLimits, answers: int) -> None:
-    teacher = Teacher({"score": 1})
-    result, _ = await play(teacher, "10", turns=limits)
-    made = completed(result).final
-    assert (made.finish_reason, len(contents(made, "assistant"))) == ("max_turns", answers)
-    assert made.extra["interaction_score"] == 1.0
-    assert teacher.done == ["start", *["respond"] * (answers - 1), "score", "finalize"]
 
 
 async def test_rows_that_ask_for_none_have_none() -> None:

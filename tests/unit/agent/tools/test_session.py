@@ -1,7 +1,6 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.agent.tools.base import OpenAIFunctionToolSchema, Tool, ToolError, ToolResponse
-from rollstream.agent.tools.functions import FunctionTool
 from rollstream.agent.tools.session import (
     ToolLimits,
     ToolResult,
@@ -31,10 +29,6 @@ from .tools import Recorder, call, class_tool, function_of, opened, schema
 
 def add(a: int, b: int = 1) -> int:
     return a + b
-
-
-async def hang_in_the_loop() -> None:
-    await asyncio.Event().wait()
 
 
 def change(items: list[int]) -> None:
@@ -120,35 +114,6 @@ async def test_whatever_it_raises_becomes_text(caplog: pytest.LogCaptureFixture)
         ]
         assert {result.error for result in results} == {"exception"}
         assert len([record for record in caplog.records if "tool call failed" in record.message]) == 5
-
-
-@pytest.fixture
-def let_go() -> Iterator[threading.Event]:
-    """What `hang` waits for."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-def hanging(let_go: threading.Event) -> list[FunctionTool]:
-    def hang() -> None:
-        let_go.wait()
-
-    return [function_of(hang), function_of(add), function_of(hang_in_the_loop)]
-
-
-async def test_timeouts_hurt_only_their_own_call(let_go: threading.Event) -> None:
-    async with opened(hanging(let_go), timeout=1.0) as box:
-        session = session_of(box)
-        results = await session.run(
-            [call("hang"), call("add", a=1), call("hang_in_the_loop"), call("add", a=2)]
-        )
-        assert [(result.text, result.error) for result in results] == [
-            ("Error: hang did not answer within 1 seconds.", "timeout"),
-            ("2", None),
-            ("Error: hang_in_the_loop did not answer within 1 seconds.", "timeout"),
-            ("3", None),
-        ]
 
 
 async def test_the_conversation_keeps_the_arguments_as_they_were() -> None:
