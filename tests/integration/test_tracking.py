@@ -267,6 +267,11 @@ def test_nothing_is_uploaded_twice(
     assert len(uploads.taken) == 10
 
 
+def test_each_shard_has_an_artifact_of_its_own(run: dict[str, Any], uploads: Uploads) -> None:
+    run["generation"] |= {"upload_artifact": True, "shard": "1/3"}
+    assert run_generation(run).uploaded == "there/trajectories-generation-1-of-3"
+
+
 def test_an_export_that_fails_is_in_nobodys_way(run: dict[str, Any], uploads: Uploads) -> None:
     pytest.importorskip("tensordict")
     reward = Path(run["custom_reward_function"]["path"])
