@@ -23,8 +23,7 @@ from rollstream.engine.launch_plan import (
 from rollstream.engine.launch_process import Launcher, LocalLauncher
 from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.pool import POOL_KWARGS
-from rollstream.engine.ray_launch import RayLauncher
-from rollstream.engine.ray_plan import replica_resources
+from rollstream.engine.ray_launch import RayLauncher, replica_resources
 from rollstream.errors import ConfigError
 
 

@@ -43,7 +43,7 @@ class LaunchRequest:
     where: Literal["local", "ray"] = "local"
     """On this machine, or on nodes of the Ray cluster that this process has joined."""
     actor_options: Mapping[str, Any] = field(default_factory=dict)
-    """On Ray: what a replica claims besides its devices, see `ray_plan.ACTOR_OPTIONS`."""
+    """On Ray: what a replica claims besides its devices, see `ray_launch.ACTOR_OPTIONS`."""
     nodes: int = 1
     devices_per_node: int | None = None
     """None: all that are found, or for the server `rollstream` none."""

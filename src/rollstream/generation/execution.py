@@ -15,8 +15,8 @@ from rollstream.config.load import compose, to_settings
 from rollstream.engine.base import Engine, HasReplicas
 from rollstream.engine.launched import LaunchedEngine
 from rollstream.engine.pool import PoolEngine
+from rollstream.engine.ray_launch import replica_resources
 from rollstream.engine.ray_package import import_ray
-from rollstream.engine.ray_plan import replica_resources
 from rollstream.engine.registry import engine_kind, replica_maker
 from rollstream.engine.replica import Replica
 from rollstream.errors import ConfigError, EngineError

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.engine.launch_plan import LaunchRequest
-from rollstream.engine.ray_plan import claim, device_env, replica_resources
+from rollstream.engine.ray_launch import claim, device_env, replica_resources
 from rollstream.errors import ConfigError
 
 nodes = st.lists(
