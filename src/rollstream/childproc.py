@@ -154,22 +154,23 @@ class Child:
             OSError: there is no descriptor or process for it.
         """
         ours, theirs = socket.socketpair()
-        try:
+        with theirs:
+            # First, so that no wait comes between the process and who ends it.
+            channel = await Channel.over(ours, codec)
             # -P: what lies in the working directory does not shadow modules.
             command = [sys.executable, "-P", "-u", "-m", __name__, target, str(theirs.fileno()), *words]
-            process = await (spawn or _spawn)(
-                command,
-                {**(os.environ if env is None else env), **path_to_rollstream()},
-                stdout=output,
-                stderr=output,
-                pass_fds=(theirs.fileno(),),
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        return cls(process, await Channel.over(ours, codec))
+            try:
+                process = await (spawn or _spawn)(
+                    command,
+                    {**(os.environ if env is None else env), **path_to_rollstream()},
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=(theirs.fileno(),),
+                )
+            except BaseException:
+                channel.close()
+                raise
+        return cls(process, channel)
 
     @property
     def pid(self) -> int:
