@@ -12,7 +12,7 @@ import pytest
 
 from rollstream.buffer.store.sql import Database
 from tests.support.postgres import PostgresServer, new_schema, postgres
-from tests.support.store_worker import BATCH, GROUP, new_store, open_driver
+from tests.support.store_worker import BATCH, GROUP, body_of, new_store, open_driver
 
 __all__ = ["postgres"]
 
@@ -80,7 +80,7 @@ async def check(driver: Database, said: list[list[str]]) -> None:
                 assert group.n == len(items) <= GROUP
                 for one in items:
                     assert one.uid not in state_of, "stored twice"
-                    assert one.body == f"body of {one.uid}".encode()
+                    assert one.body == body_of(one.uid)
                     state_of[one.uid] = group.state
         assert wrote <= state_of.keys(), "an acknowledged item is lost"
         assert {sum(uid in state_of for uid in batch) for batch in tried} <= {0, BATCH}

@@ -37,10 +37,16 @@ def say(*words: str) -> None:
     sys.stdout.flush()
 
 
+def body_of(uid: str) -> bytes:
+    """One of twenty is large."""
+    return f"body of {uid}".encode() * (6000 if uid.endswith("7-0") else 1)
+
+
 async def write(store: SqlStore, name: str) -> None:
     at = 0
     while True:
-        batch = [item(f"{name}-{at}-{n}", f"{name}-{at * BATCH // GROUP}") for n in range(BATCH)]
+        uids = [f"{name}-{at}-{n}" for n in range(BATCH)]
+        batch = [item(uid, f"{name}-{at * BATCH // GROUP}", body=body_of(uid)) for uid in uids]
         say("writes", *(one.uid for one in batch))
         while True:
             try:

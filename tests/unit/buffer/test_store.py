@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import resource
@@ -18,8 +19,10 @@ import msgspec
 import psycopg
 import pytest
 
+from rollstream.buffer.groups import StoredItem
 from rollstream.buffer.items import MAX_TEXT, Item
 from rollstream.buffer.store.base import Group, JobRecord, Judged, Limits, Removal, Wanted
+from rollstream.buffer.store.large_bodies import LargeBodies
 from rollstream.buffer.store.postgres import PostgresDatabase
 from rollstream.buffer.store.sql import Database, SqlStore, Tx
 from rollstream.buffer.store.sqlite import FILE, SqliteDatabase
@@ -348,12 +351,127 @@ async def opened_read_only(folder: Path) -> AsyncIterator[SqlStore]:
 async def test_another_format_is_refused(tmp_path: Path) -> None:
     async with opened(SqliteDatabase(tmp_path)):
         pass
+    (tmp_path / "bodies").mkdir()
+    other = tmp_path / "bodies" / f"{1:012d}"
+    other.touch()
     with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as database:
         database.execute("UPDATE totals SET json = json_set(json, '$.format', 4)")
         database.commit()
     with pytest.raises(RunDirectoryError):
         async with opened(SqliteDatabase(tmp_path)):
             pass
+    assert other.exists()
+
+
+# -- large bodies
+
+LARGE = os.urandom(100_000)
+
+
+async def bodies_of(store: SqlStore, group: int) -> list[bytes] | str:
+    loaded: list[StoredItem] | str = (await store.load([group]))[group]
+    return loaded if isinstance(loaded, str) else [each.body for each in loaded]
+
+
+async def sweep(store: SqlStore) -> None:
+    while await store.sweep():
+        pass
+
+
+async def test_bodies_of_any_size_stay_until_the_archive_gives_them_up(open_store: OpenStore) -> None:
+    async with open_store(archive_bytes=250_000) as store:
+        for name in "abc":
+            await store.write([item(f"{name}-s", name, 0.0, body=b"small"), item(name, name, body=LARGE)])
+        await store.ack([await lease_of(store, 3)])
+        await sweep(store)
+        assert "not kept any more" in await bodies_of(store, 1)
+    async with open_store() as store:
+        await store.write(pair("d", body=LARGE))
+        assert await bodies_of(store, 3) == [b"small", LARGE]
+        assert await bodies_of(store, 4) == [LARGE, LARGE]
+
+
+async def test_large_bodies_are_written_once_to_files_that_leave_with_their_last(tmp_path: Path) -> None:
+    folder = tmp_path / "bodies"
+    async with opened(SqliteDatabase(tmp_path), archive_bytes=0) as store:
+        for name in range(100):
+            await store.write(pair(str(name), body=LARGE))
+        files = sorted(folder.iterdir())
+        assert len(files) == 2 and sum(path.stat().st_size for path in files) == 200 * len(LARGE)
+        assert sum(path.stat().st_size for path in tmp_path.glob(f"{FILE}*")) < 100 * len(LARGE)
+        assert (await store.stats()).disk_bytes > 200 * len(LARGE)
+        assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+        await store.ack([await lease_of(store, 90)])
+        await sweep(store)
+        assert [path for path in files if not path.exists()]
+    async with opened(SqliteDatabase(tmp_path), archive_bytes=0) as store:
+        async with opened_read_only(tmp_path) as beside:
+            assert await bodies_of(beside, 91) == [LARGE, LARGE]
+        await store.write(pair("more", body=LARGE))
+        await store.ack([await lease_of(store, 11)])
+        await sweep(store)
+        assert not list(folder.iterdir())
+        await store.write(pair("again", body=LARGE))
+        assert await bodies_of(store, 102) == [LARGE, LARGE]
+
+
+async def test_a_kill_between_a_body_and_its_row_leaves_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, killed = tmp_path / "buffer", tmp_path / "killed"
+    folder.mkdir()
+    sync = LargeBodies.sync
+
+    def copy(bodies: LargeBodies) -> None:
+        sync(bodies)
+        shutil.copytree(folder, killed, dirs_exist_ok=True)
+
+    for kept in ([], pair("a", body=LARGE)):
+        async with opened(SqliteDatabase(folder)) as store:
+            await store.write(kept)
+            with monkeypatch.context() as patch:
+                patch.setattr(LargeBodies, "sync", copy)
+                await store.write(pair(f"b{len(kept)}", body=LARGE))
+        before = set((killed / "bodies").iterdir())
+        async with opened(SqliteDatabase(killed)) as store:
+            assert await store.known([f"b{len(kept)}-0"]) == [False]
+            await sweep(store)
+            assert bool(kept) == bool(before & set((killed / "bodies").iterdir()))
+            assert await store.write(pair("c", body=LARGE)) == [True, True]
+            for group in await store.groups():
+                assert await bodies_of(store, group.id) == [LARGE, LARGE]
+        shutil.rmtree(killed)
+
+
+async def test_what_cannot_be_synced_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "a bad disk")
+
+    async with opened(SqliteDatabase(tmp_path)) as store:
+        await store.write(pair("a", body=LARGE))
+        size = LargeBodies(tmp_path / "bodies").size()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", fail)
+            with pytest.raises(StorageError, match="a bad disk"):
+                await store.write(pair("b", body=LARGE))
+        assert await store.known(["b-0", "b-1"]) == [False, False]
+        assert LargeBodies(tmp_path / "bodies").size() == size
+        assert await store.write(pair("b", body=LARGE)) == [True, True]
+        for group in (1, 2):
+            assert await bodies_of(store, group) == [LARGE, LARGE]
+
+
+async def test_a_lost_file_hides_only_its_own_bodies(tmp_path: Path) -> None:
+    for name in "ab":
+        async with opened(SqliteDatabase(tmp_path)) as store:
+            await store.write(pair(name, body=LARGE))
+    lost, damaged = sorted((tmp_path / "bodies").iterdir())
+    lost.unlink()
+    async with opened(SqliteDatabase(tmp_path)) as store:
+        assert "was lost" in await bodies_of(store, 1)
+        assert await bodies_of(store, 2) == [LARGE, LARGE]
+        os.truncate(damaged, 150_000)
+        assert "checksum" in await bodies_of(store, 2)
 
 
 # -- damage
@@ -402,14 +520,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-async def test_a_full_disk_refuses_writes_and_takes_acks(small_disk: Path) -> None:
+@pytest.mark.parametrize("size", [50_000, 100_000], ids=["rows", "files"])
+async def test_a_full_disk_refuses_writes_and_takes_acks(small_disk: Path, size: int) -> None:
     spare = small_disk / "spare"
     spare.write_bytes(bytes(600_000))
     async with opened(SqliteDatabase(small_disk)) as store:
         stored: list[str] = []
         with pytest.raises(StorageFullError, match="no room on the disk"):
             for n in range(1000):
-                await store.write(pair(f"g{n}", body=bytes(50_000)))
+                await store.write(pair(f"g{n}", body=bytes(size)))
                 stored.append(f"g{n}")
         assert len(stored) > 5
         spare.unlink()

@@ -175,6 +175,14 @@ class _Tx:
     def missing_room(self, size: int) -> tuple[int, int]:
         return 0, 0  # the database minds its disk itself, and refuses any change where it is full
 
+    def put_beside(self, bodies: Sequence[tuple[int, bytes]]) -> Sequence[tuple[int, bytes]]:
+        return bodies
+
+    def beside(self, seq: int) -> bytes | None:
+        return None
+
+    def delete_beside(self, groups: Sequence[int]) -> None: ...
+
     def rows(self, sql: str, *arguments: Any) -> list[Any]:
         self._cursor.execute(sql, arguments or None)
         return self._cursor.fetchall() if self._cursor.description else []

@@ -63,7 +63,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 G = TypeVar("G", bound=Group)
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 """The format of the tables. Another one is refused."""
 
 SCHEMA: Final = """
@@ -142,6 +142,18 @@ class Tx(Protocol):
 
     def many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
         """Runs a statement for each row of arguments."""
+        ...
+
+    def put_beside(self, bodies: Sequence[tuple[int, bytes]]) -> Sequence[tuple[int, bytes]]:
+        """Stores bodies beside the database, by the numbers of their items; returns those that are to be rows."""
+        ...
+
+    def beside(self, seq: int) -> bytes | None:
+        """Returns a body that is no row. None: there is none."""
+        ...
+
+    def delete_beside(self, groups: Sequence[int]) -> None:
+        """Deletes the bodies beside the database of all items of these groups."""
         ...
 
     def missing_room(self, size: int) -> tuple[int, int]:
@@ -522,7 +534,7 @@ class SqlStore:
         session.tx.many(
             "INSERT INTO items (grp, seq, uid, reward, encoding, crc) VALUES (%s, %s, %s, %s, %s, %s)", items
         )
-        session.tx.many("INSERT INTO bodies (seq, body) VALUES (%s, %s)", bodies)
+        session.tx.many("INSERT INTO bodies (seq, body) VALUES (%s, %s)", session.tx.put_beside(bodies))
         _save(session, touched.values())
 
     def _judge(self, session: _Session, row: _Row) -> None:
@@ -845,6 +857,7 @@ class SqlStore:
             totals["trimmed"] = left
             ids.append(group)
         session.tx.rows("DELETE FROM bodies WHERE seq IN (SELECT seq FROM items WHERE grp = ANY(%s))", ids)
+        session.tx.delete_beside(ids)
         session.tx.rows("UPDATE groups SET bytes = 0 WHERE id = ANY(%s)", ids)
         return len(ids)
 
@@ -1161,14 +1174,16 @@ def _lease_rows(tx: Tx, leases: Sequence[str]) -> dict[str, _LeaseRow]:
 def _load(tx: Tx, groups: Sequence[int]) -> dict[int, list[StoredItem] | str]:
     loaded: dict[int, list[StoredItem] | str] = {group: [] for group in groups}
     rows = tx.rows(
-        "SELECT items.grp, items.uid, items.reward, items.encoding, items.crc, bodies.body FROM items "
+        "SELECT items.grp, items.seq, items.uid, items.reward, items.encoding, items.crc, bodies.body FROM items "
         "LEFT JOIN bodies ON bodies.seq = items.seq WHERE items.grp = ANY(%s) ORDER BY items.grp, items.seq",
         list(groups),
     )
-    for group, uid, reward, encoding, crc, body in rows:
+    for group, seq, uid, reward, encoding, crc, body in rows:
         items = loaded[group]
         if isinstance(items, str):
             continue
+        if body is None:
+            body = tx.beside(seq)
         if body is None:
             loaded[group] = f"item {uid!r} is not kept any more, or was lost"
         elif zlib.crc32(body) != crc:

@@ -1,4 +1,7 @@
-"""SQLite, the embedded default: one file in the buffer's folder, a connection for changes and one for looks."""
+"""SQLite, the embedded default: a file in the buffer's folder, and files with large bodies beside it.
+
+There is a connection for changes and one for looks.
+"""
 
 import contextlib
 import errno
@@ -11,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from rollstream.buffer.store.large_bodies import LargeBodies, Place
 from rollstream.buffer.store.room import DiskRoom
 from rollstream.errors import DamageError, DataError, RunDirectoryError, StorageError, StorageFullError
 
@@ -20,6 +24,14 @@ FILE: Final = "buffer.sqlite"
 
 _ROWS: Final = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 """Rows of one INSERT: few different statements, so that they stay prepared."""
+
+_LARGE: Final = 2**16
+"""Bytes from which on a body is written beside the database, once: SQLite writes it to its log, then to its pages."""
+
+_PLACES: Final = """;
+CREATE TABLE IF NOT EXISTS large (
+  seq INTEGER PRIMARY KEY, file INTEGER NOT NULL, at INTEGER NOT NULL, size INTEGER NOT NULL)
+"""
 
 _PAGE: Final = 8192
 
@@ -50,6 +62,7 @@ class SqliteDatabase:
         self._read_only = read_only
         self._path = folder / FILE
         self._log = folder / f"{FILE}-wal"
+        self.large_bodies = LargeBodies(folder / "bodies")
         self._changes: sqlite3.Connection | None = None
         self._looks: sqlite3.Connection | None = None
         self._clock = 0.0
@@ -73,15 +86,16 @@ class SqliteDatabase:
             self._changes = connection = _connect(self._path)
             self._with_reserve(lambda: self._set_up(connection, schema))
             self._room.refill(self._log_bytes())
+            named = connection.execute("SELECT file, count(*) FROM large GROUP BY file")
+            self.large_bodies.open(dict(named.fetchall()), self._room.reserve // 2)
             self._opened = time.monotonic()
 
     def _set_up(self, connection: sqlite3.Connection, schema: str) -> None:
         """Writes nothing where everything is there: a full disk can be opened."""
         for setting in (*_SETTINGS, f"PRAGMA wal_autocheckpoint = {self._log_pages}"):
             connection.execute(setting)
-        connection.executescript(
-            schema.format(key="INTEGER PRIMARY KEY", blob="BLOB", clustered="WITHOUT ROWID")
-        )
+        schema = schema.format(key="INTEGER PRIMARY KEY", blob="BLOB", clustered="WITHOUT ROWID")
+        connection.executescript(schema + _PLACES)
         ((self._clock,),) = connection.execute(
             "SELECT coalesce(json_extract(json, '$.clock'), 0) FROM totals"
         )
@@ -94,6 +108,7 @@ class SqliteDatabase:
         return self._clock + time.monotonic() - self._opened
 
     def close(self) -> None:
+        self.large_bodies.close()
         # The connection for changes is the last one: it brings the log into the database, and takes it away.
         for connection in (self._looks, self._changes):
             if connection is not None:
@@ -112,13 +127,18 @@ class SqliteDatabase:
 
     def _attempt(self, connection: sqlite3.Connection, work: Callable[[Any], T]) -> T:
         connection.execute("BEGIN IMMEDIATE")
+        committing = False
         try:
             result = work(_Tx(self, connection, self._now()))
+            self.large_bodies.sync()
+            committing = True
             connection.execute("COMMIT")
         except BaseException:
+            self.large_bodies.undo(cut=not committing)
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
+        self.large_bodies.keep()
         return result
 
     def _with_reserve(self, action: Callable[[], T]) -> T:
@@ -175,13 +195,14 @@ class SqliteDatabase:
                 connection.execute("ROLLBACK")
 
     def disk_bytes(self) -> int:
-        """Bytes of the database and its log."""
-        return self._path.stat().st_size + self._log_bytes()
+        """Bytes of the database, its log, and large bodies."""
+        return self._path.stat().st_size + self._log_bytes() + self.large_bodies.size()
 
     def tidy(self) -> None:
         connection = self._changes
         assert connection is not None
         with _errors(self._path):
+            self.large_bodies.delete_unnamed()  # not when it is opened: its format may be another one
             is_short = any(self.missing_room(connection, 0))
             if connection.execute("PRAGMA freelist_count").fetchone()[0] > (0 if is_short else _IDLE_PAGES):
                 vacuum = f"PRAGMA incremental_vacuum({min(_IDLE_PAGES, self._log_pages)})"
@@ -197,6 +218,23 @@ class _Tx:
 
     def missing_room(self, size: int) -> tuple[int, int]:
         return self._database.missing_room(self._connection, size)
+
+    def put_beside(self, bodies: Sequence[tuple[int, bytes]]) -> Sequence[tuple[int, bytes]]:
+        large = self._database.large_bodies
+        places = [(seq, *large.append(body)) for seq, body in bodies if len(body) >= _LARGE]
+        self.many("INSERT INTO large (seq, file, at, size) VALUES (%s, %s, %s, %s)", places)
+        return [row for row in bodies if len(row[1]) < _LARGE] if places else bodies
+
+    def beside(self, seq: int) -> bytes | None:
+        rows = self.rows("SELECT file, at, size FROM large WHERE seq = %s", seq)
+        return self._database.large_bodies.read(Place(*rows[0])) if rows else None
+
+    def delete_beside(self, groups: Sequence[int]) -> None:
+        for (file,) in self.rows(
+            "DELETE FROM large WHERE seq IN (SELECT seq FROM items WHERE grp = ANY(%s)) RETURNING file",
+            groups,
+        ):
+            self._database.large_bodies.forget(file)
 
     def rows(self, sql: str, *arguments: Any) -> list[Any]:
         plain = [json.dumps(value) if isinstance(value, list) else value for value in arguments]
