@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from rollstream.engine.ray_package import cause_of, import_ray, is_death, one_line, submit
-from rollstream.errors import ConfigError, TransientError
+from rollstream.errors import ConfigError, EngineUnavailableError, TransientError
 from rollstream.rollout.ray_cluster import RayCluster
 from rollstream.training.group import GroupGenerator
 from rollstream.training.plan import PlannedGroup
@@ -123,6 +123,8 @@ class RayGroups:
         loads = [_answer(actor.update_weights, source, version) for actor in self._actors]
         # All of them are waited for, if one fails too: what came late would overwrite what is newer.
         for outcome in await asyncio.gather(*loads, return_exceptions=True):
+            if isinstance(outcome, TransientError):  # an actor is away until Ray has restarted it
+                raise EngineUnavailableError(str(outcome)) from outcome
             if isinstance(outcome, BaseException):
                 raise outcome
         self._weights = (source, version)
