@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import jinja2
 import orjson
 
+from rollstream.chat import tokenizer_cache
 from rollstream.chat.byte_level import ByteDecoder, WordEncoder, byte_decoder, word_encoder
 from rollstream.chat.template_form import TemplateForm
 from rollstream.errors import ConfigError, DataError
@@ -364,12 +365,16 @@ def load_tokenizer(
 
 
 def _from_pretrained(path: str, trust_remote_code: bool) -> Any:
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    from transformers import AutoTokenizer
+    def make() -> Any:
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        is_plain = Path(path).is_dir() and not trust_remote_code
+        tokenizer = tokenizer_cache.load(Path(path), make) if is_plain else make()
     except Exception as error:
         reason = _missing_files(Path(path)) or str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
@@ -398,17 +403,20 @@ def _check_syntax(tokenizer: Any, where: str) -> None:
 
 def _generation_end_ids(path: str) -> list[int]:
     """End tokens that `generation_config.json` names, where there is one."""
-    from transformers import GenerationConfig
-
-    is_folder = Path(path).is_dir()
-    if is_folder and not (Path(path) / "generation_config.json").is_file():
-        return []
-    try:
-        eos = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError as error:
-        if is_folder:
+    if (folder := Path(path)).is_dir():
+        try:
+            eos = orjson.loads((folder / "generation_config.json").read_bytes()).get("eos_token_id")
+        except FileNotFoundError:
+            return []
+        except (OSError, orjson.JSONDecodeError, AttributeError) as error:
             raise ConfigError(f"{path}: generation_config.json cannot be read ({error})") from error
-        return []
+    else:
+        from transformers import GenerationConfig
+
+        try:
+            eos = GenerationConfig.from_pretrained(path).eos_token_id
+        except OSError:
+            return []
     return [i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)]
 
 
@@ -418,7 +426,10 @@ def _is_empty(tokenizer: Any) -> bool:
     ids = chat.encode(_PROBE)
     if chat.decode(ids).strip():
         return False
-    special = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+    special = {
+        *map(str, tokenizer.added_tokens_decoder.values()),
+        *tokenizer.convert_ids_to_tokens(tokenizer.all_special_ids),
+    }
     # sentencepiece's mark of a space is there without a vocabulary, too
     return not ids or not any(
         token.strip("\u2581 ") for token in tokenizer.get_vocab() if token not in special

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,41 @@ from tests.support import tokenizers
 
 @pytest.fixture(scope="module", params=tokenizers.NAMES)
 def both(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[ChatTokenizer, Any]:
-    """A tokenizer as rollstream loads it, and as transformers does."""
+    """A tokenizer as rollstream reads it from its cache, and as transformers loads it."""
     from transformers import AutoTokenizer
 
     folder = tokenizers.write(request.param, tmp_path_factory.mktemp(request.param))
-    return load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder.with_name("cache")))
+        load_tokenizer(str(folder))
+        cached = load_tokenizer(str(folder))
+    assert type(cached._tokenizer).__name__ == "CachedTokenizer"
+    return cached, AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_damaged_or_unwritable_cache_costs_time_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = load_tokenizer(str(MODEL_PATH)).digest()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert load_tokenizer(str(MODEL_PATH)).digest() == expected
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for _ in range(2):
+        assert load_tokenizer(str(MODEL_PATH)).digest() == expected
+        (entry,) = (tmp_path / "rollstream" / "tokenizers").iterdir()
+        entry.write_bytes(entry.read_bytes()[:100])
+
+
+def test_changed_files_are_another_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = Path(shutil.copytree(MODEL_PATH, tmp_path / "model"))
+    before = load_tokenizer(str(folder)).render_text([{"role": "user", "content": "hi"}])
+    template = next(path for path in folder.iterdir() if path.name.startswith("chat_template"))
+    template.write_text("{{ messages[0].content }}{{ '!' }}", "utf-8")
+    for _ in range(2):
+        after = load_tokenizer(str(folder)).render_text([{"role": "user", "content": "hi"}])
+        assert after == "hi!" != before
 
 
 pieces = st.one_of(
