@@ -4,7 +4,8 @@ The defaults are `generation.yaml`; configuration files lie over it in their ord
 grammar (`a.b=1`, `+a.b=1`, `~a.b`, lists, dicts, quotes) over those. A file that has `defaults:` or `hydra:`
 is composed by Hydra first. The `config.yaml` of a run directory means that folder. A key that
 `generation.yaml` does not have is an error with the nearest known name, except below the free-form keys and for
-keys of other systems that change no data (entry points of `rollstream.keys`: verl). All problems are said at once.
+keys of other systems that change no data (entry points of `rollstream.keys`: verl). Null means "not set" where
+a setting cannot be null. All problems are said at once.
 
 For a setting that is a text (a path, a name) the text behind `=` is taken as it is where Hydra's grammar
 cannot read it (`~/x.jsonl`, letters beyond ASCII, brackets) or reads a number or a truth value in it.
@@ -24,15 +25,14 @@ from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, Protocol, get_args, get_type_hints
 
 import msgspec
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rollstream import plugins
-from rollstream.config.settings import ArtifactName, Settings
+from rollstream.config.settings import ArtifactName, Settings, WorkerOptions
 from rollstream.errors import ConfigError, unknown_name
 from rollstream.redaction import find_secret
 from rollstream.sampling import check_extra
@@ -41,41 +41,34 @@ logger = logging.getLogger(__name__)
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
-_FREE_FORM = frozenset(
-    {
-        f"{_ROLLOUT}.engine_kwargs",
-        f"{_ROLLOUT}.extra_sampling",
-        f"{_ROLLOUT}.launch.args",
-        f"{_ROLLOUT}.launch.env",
-        "data.apply_chat_template_kwargs",
-        "custom_reward_function.reward_kwargs",
-        "reward.custom_reward_function.reward_kwargs",
-        "gateway.env",
-        "ray_kwargs.ray_init",
-        "ray_kwargs.replica",
-        "ray_kwargs.worker",
-        "train_tasks",
-    }
+_MAY_HOLD_SECRETS = (
+    f"{_ROLLOUT}.engine_kwargs",
+    f"{_ROLLOUT}.extra_sampling",
+    "data.apply_chat_template_kwargs",
+    "custom_reward_function.reward_kwargs",
+    "gateway.env",
+    "ray_kwargs.ray_init",
+    "ray_kwargs.replica",
+    "ray_kwargs.worker",
 )
-"""Keys whose content `generation.yaml` does not list."""
 
-_MAY_HOLD_SECRETS = _FREE_FORM - {"train_tasks", f"{_ROLLOUT}.launch.args", f"{_ROLLOUT}.launch.env"}
-"""Keys whose content is searched for secrets; a launch's is searched where it is planned."""
+_FREE_FORM = (*_MAY_HOLD_SECRETS, f"{_ROLLOUT}.launch.args", f"{_ROLLOUT}.launch.env", "train_tasks")
+"""Keys whose content `generation.yaml` does not list. A launch's is searched for secrets where it is planned."""
 
-_OF_EVERY_RENDERING = frozenset(
-    {"conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}
-)
-"""Arguments of transformers' `apply_chat_template` that are not the template's, but say how it is used."""
+_RENDERING = {
+    "conversation",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "return_dict",
+}
+"""Arguments of transformers' `apply_chat_template` that say how a template is used, and are no variables of it."""
 
 _LAUNCHED = ("sglang", "vllm")
 """Engines whose servers rollstream launches where no `server_urls` are given."""
 
-_GROUPS = "a config group is chosen in the `defaults:` of a file that --config names"
-
-_NOT_OURS = "nothing here depends on them"
-
-_SHOWN = 16
-"""Left out keys named in a note."""
+_NAMED_IN_A_NOTE = 16
 
 
 class ForeignKeys(Protocol):
@@ -101,8 +94,6 @@ class ForeignKeys(Protocol):
         """
 
 
-_SIMPLE_WORD = re.compile(r"(?:\+\+?)?([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
-
 _COMPOSING = threading.Lock()
 """Hydra's state is the process's, and threads of several runs may begin at once."""
 
@@ -121,38 +112,33 @@ def compose(overrides: Sequence[str] = (), *, layers: Iterable[Mapping[str, Any]
     config = deepcopy(_defaults())
     problems: list[str] = []
     notes: dict[str, list[str]] = {}
-    for layer in layers:
-        where = f"{layer}: " if isinstance(layer, Path) else ""
+    for layer in [*layers, *overrides]:
         try:
-            plain: Any = OmegaConf.to_container(layer) if isinstance(layer, DictConfig) else layer
-            tree, own = _read_file(layer) if isinstance(layer, Path) else (plain, plain)
-            OmegaConf.unsafe_merge(config, _known_part(tree, own, where, problems, notes))
-        except ConfigError as error:
-            problems.append(str(error))
-        except OmegaConfBaseException as error:
-            problems.append(f"{where}{_first_line(error)}")
-    for word in overrides:
-        try:
-            key, value = _read_override(word)
-            if _is_free_form(key):
-                OmegaConf.update(config, key, value, merge=False, force_add=True)
+            if isinstance(layer, Path):
+                tree, own = _read_file(layer)
             else:
-                tree = _nested({key: value})
-                OmegaConf.unsafe_merge(config, _known_part(tree, tree, "", problems, notes))
+                plain: Any = dict([_read_override(layer)]) if isinstance(layer, str) else layer
+                plain = OmegaConf.to_container(plain) if OmegaConf.is_config(plain) else plain
+                tree = own = plain
+            wrong: list[str] = []
+            for key, value in _known_part(tree, own, wrong, notes).items():
+                OmegaConf.update(config, key, value, merge=not isinstance(layer, str), force_add=True)
+            problems += [f"{layer}: {problem}" if isinstance(layer, Path) else problem for problem in wrong]
         except ConfigError as error:
             problems.append(str(error))
         except OmegaConfBaseException as error:
-            problems.append(f"{word!r}: {_first_line(error)}")
-    _say_left_out(notes)
+            problems.append(f"{layer}: {_first_line(error)}")
+    _log_left_out(notes)
     settings, wrong = _checked(config)
-    if problems:
+    if problems or settings is None:
         raise _as_one([*problems, *wrong])
-    if settings is not None and settings.actor_rollout_ref.rollout.name == "auto":
-        has_servers = bool(settings.actor_rollout_ref.rollout.server_urls)
-        engine = "openvino" if has_servers else choose_engine(settings.actor_rollout_ref.model.path)
+    rollout = settings.actor_rollout_ref.rollout
+    if rollout.name == "auto":
+        model = settings.actor_rollout_ref.model.path
+        engine = "openvino" if rollout.server_urls else choose_engine(model)
         OmegaConf.update(config, f"{_ROLLOUT}.name", engine)
         settings = to_settings(config)
-    if settings is not None and (unused := _unused(settings)):
+    if unused := [*_unused(settings)]:
         logger.warning("no effect with this engine and generation.executor: %s", ", ".join(unused))
     return config
 
@@ -185,25 +171,83 @@ def to_settings(config: DictConfig | Mapping[str, Any]) -> Settings:
         ConfigError: Unknown keys and wrong values, each by its key.
     """
     settings, problems = _checked(config)
-    if problems:
+    if settings is None:
         raise _as_one(problems)
-    assert settings is not None
     return settings
 
 
 def _checked(config: DictConfig | Mapping[str, Any]) -> tuple[Settings | None, list[str]]:
     """The settings, or what is wrong with them."""
-    tree: Any = config
+    tree: Any = deepcopy(config)
     if isinstance(config, DictConfig):
         try:
             tree = OmegaConf.to_container(config, resolve=True)
         except OmegaConfBaseException as error:
             return None, [f"configuration cannot be resolved: {_first_line(error)}"]
-    problems: list[str] = []
+    problems = [_unknown(key) for key in _flat(tree) if not _is_known(key)]
+    trainer, worker = tree.get("trainer"), _at(tree, "ray_kwargs.worker")
+    if isinstance(trainer, dict) and isinstance(names := trainer.get("logger"), str | None):
+        trainer["logger"] = [] if names is None else [names]  # as verl takes it
+    if isinstance(worker, dict) and (unknown := worker.keys() - WorkerOptions.__annotations__.keys()):
+        problems += [f"unknown key 'ray_kwargs.worker.{name}'" for name in sorted(unknown)]
     settings = read_value(Settings, tree, "", problems)
     if not problems:
-        problems = list(_conflicts(settings))
+        problems += _conflicts(settings)
     return (None if problems else settings), problems
+
+
+def read_value(kind: Any, tree: Any, path: str, problems: list[str]) -> Any:
+    """A part of the configuration as its type. Null is the default where the type does not take it.
+
+    Args:
+        kind: `Settings`, or the class of a part.
+        tree: The part as plain values. It is changed.
+        path: The part's key, empty for the whole.
+        problems: Gets what does not fit; the result is then of no use.
+    """
+    above = f"{path}." if path else ""
+    for key in _MAY_HOLD_SECRETS:
+        part = _at(tree, key.removeprefix(above)) if key.startswith(above) else None
+        if (secret := find_secret(part, key)) is not None:
+            problems.append(
+                f"{secret} looks like a secret, and what is configured is written to the run directory: set it "
+                "in the environment that rollstream is started in (on other machines, that of `ray start`)"
+            )
+            return None  # another message could show it
+    while True:
+        try:
+            return msgspec.convert(tree, kind)
+        except msgspec.ValidationError as error:
+            message, _, place = str(error).partition(" - at `$.")
+            place = place.rstrip("`")
+            key = place.partition("[")[0]
+            value = _at(tree, key)
+            if value is not None or not key:
+                index = re.search(r"\[(\d+)\]$", place)
+                value = value[int(index[1])] if index is not None and isinstance(value, list) else value
+                problems.append(f"{above}{place} {_expected(above + key, message)} (it is {value!r})")
+            while key and above + key not in _known_keys():  # an option within a free-form key
+                key = key.rpartition(".")[0]
+            if not key:
+                return None
+            parent, _, name = key.rpartition(".")
+            _at(tree, parent)[name] = _at(_resolved_defaults(), above + key)
+
+
+def _expected(key: str, message: str) -> str:
+    """The message of msgspec's for a value of a wrong type, with the values that a literal may have."""
+    if message.startswith("Invalid enum value"):
+        kind = _setting_type(key)
+        choices = [str(choice) for each in (kind, *get_args(kind)) for choice in get_args(each) or [each]]
+        return f"must be one of {', '.join(choices)}"
+    return "must be " + message.replace("`", "").replace("Expected ", "", 1).partition(", got ")[0]
+
+
+def _at(tree: Any, key: str) -> Any:
+    """The value at a dotted key of plain values; None where there is none. The empty key is the tree's own."""
+    for part in key.split(".") if key else ():
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
 
 
 def to_yaml(config: DictConfig) -> str:
@@ -212,21 +256,34 @@ def to_yaml(config: DictConfig) -> str:
 
 
 def to_stored_yaml(config: DictConfig) -> str:
-    """The resolved configuration as a run keeps it: usable from any folder.
-
-    Files and folders that are there are named by absolute paths; comments at the top say what was typed.
-    """
+    """The resolved configuration as a run keeps it: files and folders that are there have absolute paths."""
     stored = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
     assert isinstance(stored, DictConfig)
-    typed = []
-    for key in [*_path_keys(), *_task_path_keys(stored)]:
-        value = OmegaConf.select(stored, key)
-        given = list(value) if OmegaConf.is_list(value) else [value]
-        found = [_absolute(one, always=key == "trainer.default_local_dir") for one in given]
-        if found != given:
-            OmegaConf.update(stored, key, found if OmegaConf.is_list(value) else found[0], merge=False)
-            typed.append(f"# {key}: {', '.join(map(str, given))}\n")
-    return "".join(["# As they were typed:\n", *typed] if typed else []) + OmegaConf.to_yaml(stored)
+    keys = [key for key, is_branch in _known_keys().items() if not is_branch and _is_path(_setting_type(key))]
+    for i, _ in enumerate(stored.get("train_tasks") or ()):
+        keys += [f"train_tasks[{i}].custom_cls.path", f"train_tasks[{i}].loading_params.data_files"]
+    for key in keys:
+        value, always = OmegaConf.select(stored, key), key == "trainer.default_local_dir"
+        if OmegaConf.is_list(value):
+            OmegaConf.update(stored, key, [_absolute(path) for path in value], merge=False)
+        elif isinstance(value, str):
+            OmegaConf.update(
+                stored, key, str(Path(value).expanduser().absolute()) if always else _absolute(value)
+            )
+    return OmegaConf.to_yaml(stored)
+
+
+def _is_path(kind: Any) -> bool:
+    marked = any((meta.extra or {}).get("path") for meta in getattr(kind, "__metadata__", ()))
+    return marked or any(map(_is_path, get_args(kind)))
+
+
+def _absolute(path: Any) -> Any:
+    if not isinstance(path, str):
+        return path
+    full = Path(path).expanduser()
+    there = full.exists() or any(glob.iglob(str(full), recursive=True))  # noqa: PTH207  may be absolute
+    return str(full.absolute()) if there else path
 
 
 def is_set(
@@ -242,11 +299,7 @@ def is_set(
 
 
 def refuse_keys(config: DictConfig, keys: Iterable[str], why: str) -> None:
-    """Refuses keys that have another value than their default.
-
-    Raises:
-        ConfigError: naming them, and `why`.
-    """
+    """Raises `ConfigError` with `why` for keys that have another value than their default."""
     defaults = compose()
     if found := [key for key in keys if OmegaConf.select(config, key) != OmegaConf.select(defaults, key)]:
         raise ConfigError(f"{', '.join(found)}: {why}")
@@ -254,16 +307,16 @@ def refuse_keys(config: DictConfig, keys: Iterable[str], why: str) -> None:
 
 def check_artifact_name(name: str, key: str) -> None:
     """Raises `ConfigError` for a name that W&B does not take; `key`: what was set to it."""
-    problems: list[str] = []
-    read_value(ArtifactName, name, key, problems)
-    if problems:
-        raise _as_one(problems)
+    try:
+        msgspec.convert(name, ArtifactName)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{key}: {error} (it is {name!r})") from error
 
 
 def _as_one(problems: Sequence[str]) -> ConfigError:
-    found = list(dict.fromkeys(problems))
-    many = f"the configuration has {len(found)} problems:\n  "
-    return ConfigError(found[0] if len(found) == 1 else many + "\n  ".join(found))
+    lines = list(dict.fromkeys(problems))
+    many = f"the configuration has {len(lines)} problems:\n  "
+    return ConfigError(lines[0] if len(lines) == 1 else many + "\n  ".join(lines))
 
 
 def _first_line(error: BaseException) -> str:
@@ -279,8 +332,25 @@ def _defaults() -> DictConfig:
 
 
 @cache
-def _known_tree() -> Any:
-    return OmegaConf.to_container(_defaults())
+def _resolved_defaults() -> Any:
+    return OmegaConf.to_container(_defaults(), resolve=True)
+
+
+@cache
+def _known_keys() -> Mapping[str, bool]:
+    """Dotted paths of all keys, and whether it is a branch."""
+    leaves = list(_flat(_resolved_defaults()))
+    branches = {key[: dot.start()] for key in leaves for dot in re.finditer(r"\.", key)}
+    return dict.fromkeys(sorted(branches), True) | dict.fromkeys(leaves, False)
+
+
+@cache
+def _setting_type(key: str) -> Any:
+    """The type of a setting; None for an unknown key."""
+    kind: Any = Settings
+    for part in key.split("."):
+        kind = get_type_hints(kind, include_extras=True).get(part) if is_dataclass(kind) else None
+    return kind
 
 
 @cache
@@ -288,12 +358,25 @@ def _foreign_keys() -> list[ForeignKeys]:
     return [plugins.load("rollstream.keys", name) for name in plugins.names("rollstream.keys")]
 
 
-def _is_free_form(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in _FREE_FORM)
+def _is_known(key: str) -> bool:
+    """Whether a key is one of `generation.yaml`, or within a free-form one."""
+    return key in _known_keys() or any(key.startswith(f"{free}.") for free in _FREE_FORM)
+
+
+def _flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """A layer's values by dotted key; a mapping is a value where it is empty or a free-form key's."""
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and _our_name(path) not in _FREE_FORM:
+            values |= _flat(value, f"{path}.")
+        else:
+            values[path] = value
+    return values
 
 
 def _read_file(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What a configuration file says, composed by Hydra where it wants that, and what it says by itself."""
+    """The content of a configuration file, composed by Hydra where it wants that, and by itself."""
     try:
         content: Any = OmegaConf.to_container(OmegaConf.load(path))
     except FileNotFoundError as error:
@@ -306,9 +389,8 @@ def _read_file(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         trainer = content.get("trainer") or {}  # without a key below it, it is null
         if isinstance(trainer, dict):
             content["trainer"] = {**trainer, "default_local_dir": str(path.absolute().parent)}
-    if not content.keys() & {"defaults", "hydra"}:
-        return content, content
-    return _compose_by_hydra(path, content), content
+    composed = _compose_by_hydra(path, content) if content.keys() & {"defaults", "hydra"} else content
+    return composed, content
 
 
 def _compose_by_hydra(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,233 +398,75 @@ def _compose_by_hydra(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
 
-    if path.suffix != ".yaml":
-        raise ConfigError(f"configuration file {path} has defaults: or hydra:, and Hydra reads .yaml files")
-    hydra = content.get("hydra")
-    own_path = hydra.get("searchpath") if isinstance(hydra, Mapping) else None
-    searched = [*(own_path if isinstance(own_path, list) else ()), "pkg://rollstream.config"]
-    words = [f"hydra.searchpath={OmegaConf.create(searched)}"]
+    hydra: Any = content.get("hydra")
+    hydra = dict(hydra) if isinstance(hydra, Mapping) else {}
+    searched = [*(hydra.pop("searchpath", None) or ()), "pkg://rollstream.config"]
+    folder = str(path.absolute().parent)
     try:
-        with (
-            _COMPOSING,
-            warnings.catch_warnings(),
-            initialize_config_dir(str(path.absolute().parent), version_base="1.3"),
-        ):
-            # Of a search path that is not there: it matters where something is not found, and is said then.
+        with _COMPOSING, warnings.catch_warnings(), initialize_config_dir(folder, version_base="1.3"):
+            # A search path that is not there matters where a group is not found, and is named then.
             warnings.filterwarnings("ignore", message=".*searchpath.*is not available", category=UserWarning)
+            words = [f"hydra.searchpath={OmegaConf.create(searched)}"]
             composed: Any = OmegaConf.to_container(hydra_compose(path.stem, words))
     except (HydraException, OmegaConfBaseException) as error:
         what = _first_line(error) or _first_line(error.__cause__ or error)
         raise ConfigError(
-            f"configuration file {path} cannot be composed: {what} (looked in {path.absolute().parent} and "
-            f"{', '.join(map(str, searched))}; hydra.searchpath in the file adds to them, for verl's groups "
-            "[pkg://verl.trainer.config], where verl is installed)"
+            f"configuration file {path} cannot be composed: {what} (looked in {', '.join([folder, *searched])}; "
+            "hydra.searchpath in the file adds to them, for verl's groups [pkg://verl.trainer.config])"
         ) from error
-    rest = {key: value for key, value in (hydra or {}).items() if key != "searchpath"}
-    return ({"hydra": rest} if rest else {}) | dict(composed)
-
-
-@cache
-def _known_keys() -> Mapping[str, bool]:
-    """Dotted paths of all keys, and whether it is a branch."""
-
-    def walk(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, bool]]:
-        for key, value in tree.items():
-            is_branch = isinstance(value, Mapping) and not _is_free_form(f"{prefix}{key}")
-            yield f"{prefix}{key}", is_branch
-            if is_branch:
-                yield from walk(value, f"{prefix}{key}.")
-
-    return dict(walk(_known_tree(), ""))
-
-
-def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """A layer's values by dotted key; a mapping is a value where it is empty or below a free-form key."""
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and not _is_free_form(path):
-            yield from _flat(value, f"{path}.")
-        else:
-            yield path, value
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, value in flat.items():
-        *parents, last = path.split(".")
-        branch = tree
-        for part in parents:
-            branch = branch.setdefault(part, {})
-        branch[last] = value
-    return tree
+    return ({"hydra": hydra} if hydra else {}) | dict(composed)
 
 
 def _known_part(
-    tree: Mapping[Any, Any],
-    own: Mapping[Any, Any],
-    where: str,
-    problems: list[str],
-    notes: dict[str, list[str]],
+    tree: Mapping[Any, Any], own: Mapping[Any, Any], problems: list[str], notes: dict[str, list[str]]
 ) -> dict[str, Any]:
-    """The part of a layer that rollstream has keys for.
+    """The values of a layer that rollstream has keys for, by dotted key.
 
     Args:
         tree: The layer.
-        own: What its author wrote. The rest comes from config groups: there unknown keys are only noted, and null
-            means "not set".
-        where: Begins messages.
+        own: The part that its author wrote. The rest comes from config groups: there unknown keys are only
+            noted, and null means "not set".
         problems: Gets what is wrong.
         notes: Gets the other keys, those that can be left out, by the reason why.
     """
-    values, written = dict(_flat(tree)), set(dict(_flat(own)))
-    found: list[str] = []
+    values, written = _flat(tree), set(_flat(own))
     for keys in _foreign_keys():
-        keys.take(values, written, found, notes)
-    known = _known_keys()
-    kept = {}
+        keys.take(values, written, problems, notes)
+    known = {}
     for path, value in values.items():
-        is_own, is_branch = path in written, known.get(path)
-        if is_branch is None:
-            parts = path.split(".")
-            unknown = next(key for i in range(len(parts)) if (key := ".".join(parts[: i + 1])) not in known)
+        is_own, is_branch = path in written, _known_keys().get(path)
+        if not _is_known(path):
             if is_own:
-                found.append(_unknown(unknown))
+                problems.append(_unknown(path))
             else:
-                notes.setdefault(_NOT_OURS, []).append(unknown)
-        elif is_branch and value != {} and not (isinstance(value, str) and value.startswith("${")):
-            hint = f"; {_GROUPS}" if isinstance(value, str) else ""
-            found.append(f"{path} must hold keys (it is {value!r}){hint}")
-        elif is_own or not (value is None or (isinstance(value, Mapping) and not any(value.values()))):
-            kept[path] = value
-    problems += [f"{where}{problem}" for problem in found]
-    return _nested(kept)
+                notes.setdefault("nothing here depends on them", []).append(path)
+        elif is_branch and not (isinstance(value, str) and value.startswith("${")):
+            if value != {}:
+                problems.append(f"{path} must hold keys (it is {value!r})")
+        elif value != "???" and (is_own or value not in (None, {})):
+            known[path] = value
+    return known
 
 
-def _say_left_out(notes: Mapping[str, Iterable[str]]) -> None:
+def _log_left_out(notes: Mapping[str, Iterable[str]]) -> None:
     lines = []
     for why, keys in sorted(notes.items()):
         named = [key for key in dict.fromkeys(keys) if not key.endswith("_target_")]
-        more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
-        lines.append(f"{', '.join(named[:_SHOWN])}{more} ({why})")
+        more = f" and {len(named) - _NAMED_IN_A_NOTE} more" if len(named) > _NAMED_IN_A_NOTE else ""
+        lines.append(f"{', '.join(named[:_NAMED_IN_A_NOTE])}{more} ({why})")
     if lines:
         logger.warning("left out: %s", "; ".join(lines))
 
 
 def _unknown(path: str) -> str:
     known = _known_keys()
-    word = path.rpartition(".")[2]
-    near = [key for key in known if key.rpartition(".")[2] == word]
+    parts = path.split(".")
+    path = next(key for i in range(len(parts)) if (key := ".".join(parts[: i + 1])) not in known)
+    near = [key for key in known if key.rpartition(".")[2] == parts[-1]]
     if len(near) != 1:
         near = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"unknown key {path!r}{hint} All keys: `rollstream generate --help-config`."
-
-
-@cache
-def _setting_types() -> dict[str, Any]:
-    """The type of every setting, by dotted key."""
-
-    def walk(cls: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, kind in get_type_hints(cls, include_extras=True).items():
-            if is_dataclass(kind):
-                yield from walk(kind, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", kind
-
-    return dict(walk(Settings, ""))
-
-
-def _alternatives(kind: Any) -> list[Any]:
-    """The types of a union without what is annotated; a type that is none stands alone."""
-    if hasattr(kind, "__metadata__"):
-        return _alternatives(get_args(kind)[0])
-    if get_origin(kind) not in (Union, UnionType):
-        return [kind]
-    return [one for each in get_args(kind) for one in _alternatives(each)]
-
-
-@cache
-def _path_keys() -> list[str]:
-    def is_path(kind: Any) -> bool:
-        marked = any((meta.extra or {}).get("path") for meta in getattr(kind, "__metadata__", ()))
-        return marked or any(is_path(each) for each in get_args(kind) if not isinstance(each, str))
-
-    return [key for key, kind in _setting_types().items() if is_path(kind)]
-
-
-def _task_path_keys(config: DictConfig) -> Iterator[str]:
-    for i, _ in enumerate(config.get("train_tasks") or ()):
-        yield from (f"train_tasks[{i}].{key}" for key in ("custom_cls.path", "loading_params.data_files"))
-
-
-def _absolute(path: Any, *, always: bool) -> Any:
-    if not isinstance(path, str):
-        return path
-    found = Path(path).expanduser()
-    there = always or found.exists() or any(glob.iglob(str(found), recursive=True))  # noqa: PTH207  may be absolute
-    return str(found.absolute()) if there else path
-
-
-def read_value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
-    """A value as its type; `problems` gets what does not fit, and then what is returned is of no use.
-
-    Types are what msgspec converts, dataclasses of such, and typed dicts of options.
-    """
-    if path in _MAY_HOLD_SECRETS and (secret := find_secret(value, path)) is not None:
-        # Before any other message, which would show it.
-        problems.append(
-            f"{secret} looks like a secret, and what is configured is written to the run directory. Set it "
-            "in the environment that rollstream is started in, which workers on this machine inherit; on "
-            "other machines in that of `ray start`"
-        )
-        return None
-    if path == "trainer.logger" and (value is None or isinstance(value, str)):
-        value = [] if value is None else [value]  # as verl takes it
-    if value is None and path in _setting_types() and NoneType not in _alternatives(kind):
-        value = OmegaConf.select(_defaults(), path)  # null is "not set", as verl's files have it
-    if is_dataclass(kind) or is_typeddict(kind):
-        if not isinstance(value, Mapping):
-            problems.append(f"{path} must hold keys (it is {value!r})")
-            return None
-        hints = get_type_hints(kind, include_extras=True)
-        below = f"{path}." if path else ""
-        for key in value.keys() - hints.keys():
-            takes = f"unknown key '{below}{key}'; it takes {', '.join(hints)}"
-            problems.append(takes if is_typeddict(kind) else _unknown(f"{below}{key}"))
-        given = value if is_typeddict(kind) else dict.fromkeys(hints) | dict(value)
-        fields = {
-            name: read_value(hints[name], given[name], f"{below}{name}", problems)
-            for name in hints
-            if name in given
-        }
-        return None if problems else kind(**fields)
-    if get_origin(kind) is dict and isinstance(value, Mapping):
-        return {
-            key: read_value(get_args(kind)[1], item, f"{path}.{key}", problems) for key, item in value.items()
-        }
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        message, _, inner = str(error).partition(" - at `$")
-        if (index := re.match(r"\[(\d+)\]", inner)) is not None and isinstance(value, list):
-            value = value[int(index[1])]
-        problems.append(f"{path}{inner.rstrip('`')} {_described(kind, message, value)}")
-        return None
-
-
-def _described(kind: Any, message: str, value: Any) -> str:
-    """A message of msgspec's with what the value may be."""
-    if message.startswith("Invalid enum value"):
-        options = [
-            option for each in get_args(kind) if each is not NoneType for option in get_args(each) or [each]
-        ]
-        return f"must be one of {', '.join(map(str, options))} (it is {value!r})"
-    described = [
-        meta.description for one in (kind, *get_args(kind)) for meta in getattr(one, "__metadata__", ())
-    ]
-    expected = message.replace("`", "").replace("Expected ", "", 1).partition(", got ")[0]
-    wanted = " or ".join(text for text in described if text) if "matching" in expected else expected
-    return f"must be {wanted} (it is {value!r})"
 
 
 def _read_override(text: str) -> tuple[str, Any]:
@@ -550,17 +474,24 @@ def _read_override(text: str) -> tuple[str, Any]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    simple = _SIMPLE_WORD.fullmatch(text)
-    key = "" if simple is None else _our_name(simple[1])
-    kinds = _alternatives(_setting_types().get(key))
+    simple = re.fullmatch(r"(?:\+\+?)?([A-Za-z_][\w.]*)=(.*)", text, re.DOTALL)
+    key, word = (_our_name(simple[1]), simple[2].strip()) if simple is not None else ("", "")
+
+    def fits(value: Any) -> bool:
+        try:
+            msgspec.convert(value, _setting_type(key))
+        except msgspec.ValidationError:
+            return False
+        return True
+
     try:
         override = OverridesParser.create().parse_override(text)
         value = None if override.is_delete() else override.value()
     except HydraException as error:
-        if simple is not None and str in kinds and simple[2][:1] not in tuple("[{'\""):
-            return key, simple[2]
-        if simple is not None and key not in _known_keys() and not _is_free_form(key):
+        if key and not _is_known(key):
             raise ConfigError(_unknown(key)) from error
+        if key and not word.startswith(("[", "{", "'", '"')) and fits(word):
+            return key, word
         raise ConfigError(
             f"cannot read {text!r} as key=value: {_first_line(error)}; texts with other characters than letters and "
             "digits need quotes, and several prompt files --prompts before each"
@@ -568,10 +499,11 @@ def _read_override(text: str) -> tuple[str, Any]:
     if override.is_sweep_override():
         raise ConfigError(f"{text!r} is a sweep; one run takes one value per key, with a comma in quotes")
     if "/" in override.key_or_group or override.package is not None:
-        raise ConfigError(f"{text!r}: {_GROUPS}")
-    is_switch = isinstance(value, bool) and bool in kinds
-    if simple is not None and str in kinds and isinstance(value, bool | int | float) and not is_switch:
-        value = simple[2].strip()
+        raise ConfigError(
+            f"{text!r}: a config group is chosen in the `defaults:` of a file that --config names"
+        )
+    if isinstance(value, bool | int | float) and key in _known_keys() and not fits(value) and fits(word):
+        value = word
     return _our_name(override.key_or_group), value
 
 
@@ -584,67 +516,52 @@ def _our_name(key: str) -> str:
 def _conflicts(settings: Settings) -> Iterator[str]:
     """What is wrong between settings that are fine each by itself, or has no effect beside the others."""
     rollout, data, generation = settings.actor_rollout_ref.rollout, settings.data, settings.generation
-    plugged: tuple[tuple[str, Sequence[str], str, tuple[str, ...]], ...] = (
-        ("trainer.logger", settings.trainer.logger, "rollstream.trackers", ("console",)),
-        ("generation.export", generation.export, "rollstream.exports", ()),
-        ("gateway.sandbox", [settings.gateway.sandbox], "rollstream.sandboxes", ()),
-        ("generation.executor", [generation.executor], "rollstream.executors", ("local", "ray")),
-    )
-    for key, chosen, group, own in plugged:
+    for key, chosen, group, own in (
+        ("trainer.logger", settings.trainer.logger, "rollstream.trackers", ["console"]),
+        ("generation.export", generation.export, "rollstream.exports", []),
+        ("gateway.sandbox", [settings.gateway.sandbox], "rollstream.sandboxes", []),
+        ("generation.executor", [generation.executor], "rollstream.executors", ["local", "ray"]),
+    ):
         known = {*own, *plugins.names(group)}
         yield from (f"{key}: {unknown_name('name', name, known)}" for name in chosen if name not in known)
     if rollout.top_k == 0:
         yield f"{_ROLLOUT}.top_k must be -1 (off) or at least 1 (it is 0)"
     if (wrong := check_extra(rollout.extra_sampling)) is not None:
         yield f"{_ROLLOUT}.extra_sampling.{wrong}"
-    if fixed := _OF_EVERY_RENDERING.intersection(data.apply_chat_template_kwargs):
-        yield (
-            f"data.apply_chat_template_kwargs: {', '.join(sorted(fixed))} is set by rollstream at every "
-            "rendering: only what the template itself asks for can be given"
-        )
+    if fixed := _RENDERING.intersection(data.apply_chat_template_kwargs):
+        yield f"data.apply_chat_template_kwargs: {', '.join(sorted(fixed))}: rollstream sets them itself"
     longest = rollout.prompt_length + rollout.response_length
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
         yield (
-            f"lengths cannot fit: prompt_length {rollout.prompt_length} + response_length "
-            f"{rollout.response_length} = {longest} tokens, but {_ROLLOUT}.max_model_len is "
-            f"{rollout.max_model_len}"
+            f"prompt_length {rollout.prompt_length} + response_length {rollout.response_length} = {longest} tokens "
+            f"are more than {_ROLLOUT}.max_model_len = {rollout.max_model_len}"
         )
     if (shard := generation.shard_of) is not None and shard[0] >= shard[1]:
         yield f"generation.shard must be i/k with 0 <= i < k, as in 0/4 (it is {generation.shard!r})"
     if "parquet" in generation.export:
-        yield (
-            "generation.export: parquet is the artifact itself, trajectories.parquet, which "
-            "generation.final_merge writes"
-        )
+        yield "generation.export: parquet is the artifact itself, which generation.final_merge writes"
     elif generation.export and not generation.final_merge:
-        yield (
-            f"generation.export=[{','.join(generation.export)}] is made of the merged artifact, which "
-            "generation.final_merge=false leaves out: set one of them otherwise"
-        )
+        exports = ",".join(generation.export)
+        yield f"generation.export=[{exports}] needs the artifact, which generation.final_merge=false leaves out"
 
 
-def _unused(settings: Settings) -> list[str]:
-    """Keys that are set and that the chosen executor or engine does not look at.
-
-    They are no errors because configurations of verl have them always.
-    """
-    rollout, executor = settings.actor_rollout_ref.rollout, settings.generation.executor
-    unused = []
+def _unused(settings: Settings) -> Iterator[str]:
+    """Keys that are set and have no effect. They are no errors because verl's configurations have them always."""
+    rollout, trainer, ray = settings.actor_rollout_ref.rollout, settings.trainer, settings.ray_kwargs
+    executor = settings.generation.executor
+    launches = executor == "verl" or (rollout.name in _LAUNCHED and not rollout.server_urls)
     if executor != "verl" and settings.generation.verl_overrides:
-        unused.append("generation.verl_overrides")
+        yield "generation.verl_overrides"
     if executor == "local":
-        given = {
-            f"{_ROLLOUT}.agent.num_workers": rollout.agent.num_workers is not None,
-            "ray_kwargs.timeline_json_file": settings.ray_kwargs.timeline_json_file is not None,
-            "ray_kwargs.worker": bool(settings.ray_kwargs.worker),
-        }
-        unused += [key for key, is_given in given.items() if is_given]
-    if executor != "verl" and (rollout.name not in _LAUNCHED or rollout.server_urls):
-        if settings.trainer.n_gpus_per_node is not None:
-            unused.append("trainer.n_gpus_per_node")
-        if settings.trainer.nnodes > 1:
-            unused.append("trainer.nnodes")
-    is_given = any(value is not None for value in settings.ray_kwargs.ray_init.values())
-    if executor == "local" and rollout.launch.where != "ray" and is_given:
-        unused.append("ray_kwargs.ray_init")
-    return unused
+        if rollout.agent.num_workers is not None:
+            yield f"{_ROLLOUT}.agent.num_workers"
+        if ray.timeline_json_file is not None:
+            yield "ray_kwargs.timeline_json_file"
+        if ray.worker:
+            yield "ray_kwargs.worker"
+        if rollout.launch.where != "ray" and any(value is not None for value in ray.ray_init.values()):
+            yield "ray_kwargs.ray_init"
+    if not launches and trainer.n_gpus_per_node is not None:
+        yield "trainer.n_gpus_per_node"
+    if not launches and trainer.nnodes > 1:
+        yield "trainer.nnodes"

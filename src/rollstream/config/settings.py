@@ -25,13 +25,10 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 AboveZeroShare = Annotated[float, Meta(gt=0, le=1)]
 ArtifactName = Annotated[
     str,
-    Meta(
-        pattern=r"^(?!(?i:yes|no|on|off|true|false)$)(?=.*[A-Za-z])[A-Za-z0-9_.-]{1,128}$",
-        description="letters, digits, -, _ and ., at most 128, with a letter among them, and no yes or no",
-    ),
+    Meta(pattern=r"^(?!(?i:yes|no|on|off|true|false)$)(?=.*[A-Za-z])[A-Za-z0-9_.-]{1,128}$"),
 ]
 """What W&B takes (source: `wandb.sdk.artifacts._validators`), but for what are slips: bare numbers, `yes`."""
-Shard = Annotated[str, Meta(pattern=r"^\d{1,9}/\d{1,9}$", description="i/k with 0 <= i < k, as in 0/4")]
+Shard = Annotated[str, Meta(pattern=r"^\d{1,9}/\d{1,9}$")]
 Amount = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0, le=1e18)]
 """What a worker claims of a resource of Ray's."""
 
