@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.engine.launch_process import reserve_port
+from rollstream.engine.launch.local import reserve_port
 from tests.browser.conftest import serving
 from tests.support.buffer import group, served
 from tests.support.until import PATIENCE_S

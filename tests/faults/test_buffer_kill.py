@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollstream.buffer.client import AsyncBufferClient, BufferClientError
-from rollstream.engine.launch_process import reserve_port
+from rollstream.engine.launch.local import reserve_port
 from tests.support.buffer import BufferProcess, generator, group, item
 from tests.support.until import until, wait_until
 

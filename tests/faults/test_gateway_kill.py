@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollstream.buffer.client import BufferClient
-from rollstream.engine.launch_process import reserve_port
+from rollstream.engine.launch.local import reserve_port
 from rollstream.store.export.files import decode_row
 from rollstream.store.export.run import export_run
 from rollstream.store.validate import validate_run

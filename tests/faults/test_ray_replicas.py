@@ -19,9 +19,8 @@ import pytest
 
 from rollstream.demo import MODEL_PATH
 from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer, is_answered
-from rollstream.engine.launch import launch_plan
-from rollstream.engine.launch_plan import LaunchRequest, ReplicaPlan
-from rollstream.engine.ray_launch import RayLauncher, RayProcess
+from rollstream.engine.launch.plan import LaunchRequest, ReplicaPlan, launch_plan
+from rollstream.engine.launch.ray import RayLauncher, RayProcess
 from rollstream.errors import EngineError
 from rollstream.generation.run import run_generation
 from rollstream.store.summary import read_status
@@ -138,7 +137,7 @@ def launcher(
     mark = launched.env.strip("{}").split(": ")
     asked = LaunchRequest(
         where="ray",
-        tensor_parallel=2,
+        arguments={"tensor_model_parallel_size": 2},
         python=str(stub_python(folder, "fixed:0")),
         env={mark[0]: mark[1]},
         **request,

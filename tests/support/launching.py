@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rollstream.engine.base import Capabilities
 from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer, is_answered
-from rollstream.engine.launch_plan import ReplicaPlan
+from rollstream.engine.launch.plan import ReplicaPlan
 from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError
 from rollstream.trajectory import Completion
 from tests.support.processes import command_line, running

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.engine.launch_process import reserve_port
+from rollstream.engine.launch.local import reserve_port
 from tests.support.until import PATIENCE_S
 
 _SETTINGS = {

@@ -10,7 +10,7 @@ from rollstream import plugins
 from rollstream.engine.base import Capabilities, Engine
 from rollstream.engine.checks import ids_fit
 from rollstream.engine.kind import EngineKind, EngineOptions
-from rollstream.engine.launch_plan import LaunchRequest
+from rollstream.engine.launch.plan import LaunchRequest
 from rollstream.engine.replica import Replica
 from rollstream.errors import ConfigError
 from rollstream.sampling import check_extra, sampling_changes
@@ -64,7 +64,7 @@ def create_engine(
         )
     if launch is None or not is_launched(name, server_urls):
         return kind.create(options)
-    from rollstream.engine.launch import launched_engine
+    from rollstream.engine.launch.engine import launched_engine
 
     if path is None:
         raise ConfigError(f"engine {name!r} needs actor_rollout_ref.model.path to launch servers")

@@ -226,7 +226,7 @@ def launched_commands(settings: Settings, log_dir: Path) -> list[dict[str, Any]]
     request = launch_request(settings)
     if request is None:
         return []
-    from rollstream.engine.launch import launch_plan
+    from rollstream.engine.launch.plan import launch_plan
 
     rollout, path = settings.actor_rollout_ref.rollout, settings.actor_rollout_ref.model.path
     assert path is not None

@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rollstream.config.load import compose, to_settings
 from rollstream.engine.base import Engine, HasReplicas
-from rollstream.engine.launched import LaunchedEngine
+from rollstream.engine.launch.engine import LaunchedEngine
+from rollstream.engine.launch.plan import OWN_KEYS, replica_resources
 from rollstream.engine.pool import PoolEngine
-from rollstream.engine.ray_launch import replica_resources
 from rollstream.engine.ray_package import import_ray
 from rollstream.engine.registry import engine_kind, replica_maker
 from rollstream.engine.replica import Replica
@@ -34,15 +34,7 @@ from rollstream.trajectory import Failure, LogprobKind, Rollout
 
 logger = logging.getLogger(__name__)
 
-_LAUNCHING = (
-    "launch",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "data_parallel_size",
-    "gpu_memory_utilization",
-    "dtype",
-    "load_format",
-)
+_LAUNCHING = ("launch", *OWN_KEYS)
 """Settings of `actor_rollout_ref.rollout` for whoever launches servers: the driver, no worker."""
 
 _PER_MINUTE = ("requests_per_minute", "tokens_per_minute")

@@ -31,7 +31,7 @@ from rollstream.config.settings import LaunchSettings, RewardSettings, Settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Engine
 from rollstream.engine.continuation import ContinuingEngine
-from rollstream.engine.launch_plan import LaunchRequest, refuse_secrets
+from rollstream.engine.launch.plan import OWN_KEYS, LaunchRequest, refuse_secrets
 from rollstream.engine.load import RequestMeter
 from rollstream.engine.registry import (
     check_capabilities,
@@ -545,7 +545,8 @@ def in_flight_limit(settings: Settings) -> int:
 
 def launch_request(settings: Settings) -> LaunchRequest | None:
     """What to launch; None when the engine needs no launch. Raises `ConfigError`."""
-    rollout, launch = settings.actor_rollout_ref.rollout, settings.actor_rollout_ref.rollout.launch
+    model, rollout = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout
+    launch = rollout.launch
     refuse_secrets(launch.args, launch.env)  # they would be in the run directory, launched or not
     if not is_launched(rollout.name, rollout.server_urls):
         _refuse_unused(launch, rollout.name)
@@ -560,16 +561,13 @@ def launch_request(settings: Settings) -> LaunchRequest | None:
         nodes=settings.trainer.nnodes,
         devices_per_node=settings.trainer.n_gpus_per_node,
         replicas=launch.replicas,
-        tensor_parallel=rollout.tensor_model_parallel_size,
-        pipeline_parallel=rollout.pipeline_model_parallel_size,
-        data_parallel=rollout.data_parallel_size,
-        gpu_memory_utilization=rollout.gpu_memory_utilization,
-        dtype=rollout.dtype,
-        load_format=rollout.load_format,
-        logprobs_mode=rollout.logprobs_mode,
-        trust_remote_code=settings.actor_rollout_ref.model.trust_remote_code,
-        tokenizer_path=settings.actor_rollout_ref.model.tokenizer_path,
-        seeds=settings.generation.seed is not None,
+        arguments={key: getattr(rollout, key) for key in OWN_KEYS}
+        | {
+            "logprobs_mode": rollout.logprobs_mode,
+            "trust_remote_code": model.trust_remote_code,
+            "tokenizer_path": model.tokenizer_path,
+            "seeds": settings.generation.seed is not None,
+        },
         python=launch.python,
         args=launch.args,
         env={str(name): "" if value is None else str(value) for name, value in launch.env.items()},

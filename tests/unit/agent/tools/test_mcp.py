@@ -20,7 +20,7 @@ from rollstream.agent.tools.mcp import (
     load_mcp_servers,
     read_mcp_server,
 )
-from rollstream.engine.launch_process import reserve_port
+from rollstream.engine.launch.local import reserve_port
 from rollstream.errors import ConfigError
 from tests.support.processes import is_running
 from tests.support.until import until

@@ -24,7 +24,7 @@ from rollstream.buffer.rollouts import rollout_item
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.demo import MODEL_PATH
 from rollstream.engine.detect import DetectedServer
-from rollstream.engine.launch_process import reserve_port
+from rollstream.engine.launch.local import reserve_port
 from rollstream.errors import ConfigError, DataError, EngineLostError
 from rollstream.integrations.slime.builtin import math_generator, tool_generator
 from rollstream.integrations.slime.builtin.math_generator import (

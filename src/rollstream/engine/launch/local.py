@@ -1,4 +1,4 @@
-"""What starts a replica and tells when it has ended: a protocol, and the way that does it on this machine."""
+"""Starts replicas as processes of this machine, each below a reaper, with a log and a port of its own."""
 
 import contextlib
 import os
@@ -8,69 +8,22 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from rollstream.childproc import how_ended
-from rollstream.engine.launch_plan import LOOPBACK, ReplicaPlan
+from rollstream.engine.launch.plan import LOOPBACK, ReplicaPlan
 from rollstream.engine.reaped import ReapedProcess
 from rollstream.errors import EngineError
 
-_SHOWN_LINES = 20
-_SHOWN_BYTES = 16_384
-"""How much of a log's end is read to find the last lines."""
+_SHOWN_LINES, _SHOWN_BYTES = 20, 16_384
+"""Of a log's end."""
 
 _PORTS = range(20_000, 32_768)
 """Below the kernel's usual range for outgoing connections; a firewall of a cluster has to let them through."""
 _PORT_TRIES = 200
 
 
-class ReplicaProcess(Protocol):
-    """A replica that was started, wherever it runs."""
-
-    @property
-    def url(self) -> str:
-        """Where it listens, or will."""
-        ...
-
-    @property
-    def what(self) -> str:
-        """Its process and log, for messages."""
-        ...
-
-    async def wait(self) -> str:
-        """Returns when it has ended, with how: `ended with exit code 1`, `was killed by SIGKILL`."""
-        ...
-
-    async def last_words(self) -> str:
-        """The end of what it wrote since it was started; empty when it wrote nothing. Asked before `stop`."""
-        ...
-
-    async def stop(self) -> None:
-        """Ends it and everything it started. May be called twice, and after its end."""
-        ...
-
-
-class Launcher(Protocol):
-    """Starts replicas."""
-
-    def place(self, plans: Sequence[ReplicaPlan]) -> Sequence[ReplicaPlan]:
-        """The plans of all replicas there will be, from those that were made. Called once, before any start.
-
-        Raises `ConfigError` when there is no place for them.
-        """
-        ...
-
-    async def start(self, plan: ReplicaPlan) -> ReplicaProcess:
-        """Starts one; it is not ready yet. Raises `EngineError` when it cannot."""
-        ...
-
-    async def close(self) -> None:
-        """Gives back what it holds for replicas, all of which were stopped. May be called twice."""
-        ...
-
-
 class LocalLauncher:
-    """Starts replicas as processes of this machine.
+    """Starts replicas here.
 
     Args:
         log_dir: gets one log for each replica, which all its starts share.
@@ -81,31 +34,29 @@ class LocalLauncher:
         self._stamp = log_stamp()
 
     def place(self, plans: Sequence[ReplicaPlan]) -> Sequence[ReplicaPlan]:
+        """The plans of all replicas there will be. Called once, before any start."""
         return plans
 
     async def start(self, plan: ReplicaPlan) -> "LocalProcess":
+        """Starts one; it is not ready yet. Raises `EngineError` when it cannot."""
         return await LocalProcess.start(plan, self._log_dir / f"replica-{plan.index}-{self._stamp}.log")
 
     async def close(self) -> None:
-        return
+        """Gives back what is held for replicas, all of which were stopped. May be called twice."""
 
 
 class LocalProcess:
-    """A replica below a reaper of its own. Made by `start`."""
+    """A replica that was started. Made by `start`."""
 
     def __init__(
-        self,
-        process: ReapedProcess,
-        port: socket.socket,
-        command: str,
-        log: Path,
-        log_offset: int,
+        self, process: ReapedProcess, port: socket.socket, command: str, log: Path, log_offset: int
     ) -> None:
         self._process, self._port = process, port
         self._log, self._log_offset = log, log_offset
         host, number = port.getsockname()[:2]
         self.url = f"http://[{host}]:{number}" if ":" in host else f"http://{host}:{number}"
         self.what = f"{command} (pid {process.pid}, log {log})"
+        """Its process and log, for messages."""
 
     @classmethod
     async def start(
@@ -134,16 +85,15 @@ class LocalProcess:
                 port = stack.enter_context(reserve_port(host))
                 command = shlex.join(words := plan.command(port.getsockname()[1], node))
                 log_path.parent.mkdir(parents=True, exist_ok=True)
-                log = stack.enter_context(log_path.open("ab"))
-                log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {command}\n".encode())
-                log.flush()
-                offset = log.tell()
-                env = {**os.environ, "PYTHONUNBUFFERED": "1", **plan.env}
-                process = await ReapedProcess.start(words, env, mark=mark, stdout=log, stderr=log)
+                with log_path.open("ab") as log:
+                    log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} {command}\n".encode())
+                    offset = log.tell()
+                    log.flush()
+                    env = {**os.environ, "PYTHONUNBUFFERED": "1", **plan.env}
+                    process = await ReapedProcess.start(words, env, mark=mark, stdout=log, stderr=log)
             except OSError as error:  # no descriptor, process or disk space is left, perhaps for a moment
                 raise EngineError(f"replica {plan.index} could not be started: {error}") from error
             stack.pop_all()
-            log.close()
         return cls(process, port, command, log_path, offset)
 
     @property
@@ -152,9 +102,11 @@ class LocalProcess:
         return self._process.pid
 
     async def wait(self) -> str:
+        """Returns when it has ended, with how: `ended with exit code 1`, `was killed by SIGKILL`."""
         return how_ended(await self._process.wait())
 
     async def last_words(self) -> str:
+        """The end of what it wrote since it was started; empty when it wrote nothing. Asked before `stop`."""
         try:
             with self._log.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
@@ -165,6 +117,7 @@ class LocalProcess:
         return "\n".join(lines[-_SHOWN_LINES:])
 
     async def stop(self) -> None:
+        """Ends it and everything it started. May be called twice, and after its end."""
         await self._process.end()
         self._port.close()
 
@@ -193,6 +146,4 @@ def reserve_port(host: str, rng: random.Random | None = None) -> socket.socket:
             continue
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         return port
-    raise EngineError(
-        f"no free port from {_PORTS[0]} to {_PORTS[-1]} on {host} was found in {_PORT_TRIES} tries"
-    )
+    raise EngineError(f"no free port from {_PORTS[0]} to {_PORTS[-1]} on {host} in {_PORT_TRIES} tries")

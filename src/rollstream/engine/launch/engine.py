@@ -12,26 +12,62 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rollstream.aio import Restarts
 from rollstream.engine.base import Capabilities
-from rollstream.engine.launch_plan import LaunchRequest, ReplicaPlan
-from rollstream.engine.launch_process import Launcher, ReplicaProcess
-from rollstream.engine.pool import PoolEngine
+from rollstream.engine.checks import no_longer_than, read_model_limits
+from rollstream.engine.kind import EngineKind, EngineOptions
+from rollstream.engine.launch.local import LocalLauncher, LocalProcess
+from rollstream.engine.launch.plan import LaunchRequest, ReplicaPlan, choose_server, launch_plan
+from rollstream.engine.launch.ray import RayLauncher, RayProcess
+from rollstream.engine.pool import POOL_KWARGS, PoolEngine
 from rollstream.engine.replica import Replica
 from rollstream.errors import EngineError, EngineLostError, EngineUnavailableError, TransientEngineError
 
 _LOG = logging.getLogger(__name__)
-
-_WAITING_SAID_S = 10.0
-"""Between two lines about replicas that load: a large model takes minutes."""
 
 _START_CHECK_S = 0.2
 """Between looks at a replica that starts: it is used soon after it can be."""
 
 _CHECK_S = 10.0
 """Between health checks of one that serves: SGLang generates a token for each. Its end is noticed without."""
+
+
+def launched_engine(kind: EngineKind, options: EngineOptions, request: LaunchRequest) -> "LaunchedEngine":
+    """Makes an engine that launches its replicas; `start` it before use. On Ray, join the cluster first.
+
+    Raises:
+        ConfigError: what `launch_plan` raises, or an unknown key of engine_kwargs.
+    """
+    assert options.model_path is not None and kind.make_replica is not None
+    plans = launch_plan(
+        kind.name,
+        model_path=options.model_path,
+        max_model_len=options.max_model_len,
+        request=request,
+        log_dir=options.log_dir,
+    )
+    if options.model_path.startswith("~"):
+        options = replace(options, model_path=str(Path(options.model_path).expanduser()))
+    kwargs = kind.read_kwargs(options.engine_kwargs)
+    launcher: LocalLauncher | RayLauncher = LocalLauncher(options.log_dir)
+    if request.where == "ray":
+        launcher = RayLauncher(choose_server(kind.name, request.server), request, options.log_dir)
+    make = kind.make_replica
+    return LaunchedEngine(
+        plans,
+        launcher,
+        make_replica=lambda url: make(url, options),
+        request=request,
+        own=no_longer_than(
+            options.max_model_len, read_model_limits(Path(str(options.model_path))).max_model_len
+        ),
+        what=kind.name,
+        kwargs={key: kwargs[key] for key in POOL_KWARGS},
+    )
 
 
 class LaunchedEngine(PoolEngine):
@@ -50,7 +86,7 @@ class LaunchedEngine(PoolEngine):
     def __init__(
         self,
         plans: Sequence[ReplicaPlan],
-        launcher: Launcher,
+        launcher: LocalLauncher | RayLauncher,
         *,
         make_replica: Callable[[str], Replica],
         request: LaunchRequest,
@@ -87,10 +123,7 @@ class LaunchedEngine(PoolEngine):
         except BaseException:
             await self.close()
             raise
-        self._supervision = [
-            asyncio.create_task(supervisor.run(), name=f"rollstream-{supervisor.name}")
-            for supervisor in self.supervisors
-        ]
+        self._supervision = [asyncio.create_task(supervisor.run()) for supervisor in self.supervisors]
 
     async def health(self) -> bool:
         """Whether at least one replica is ready and healthy.
@@ -98,11 +131,8 @@ class LaunchedEngine(PoolEngine):
         Raises:
             EngineLostError: no replica is started again: waiting would be in vain.
         """
-        if self._supervision and all(one.is_given_up for one in self.supervisors):
-            raise EngineLostError(
-                "no replica could be started again. What is done is safe; mend the cause and run the same "
-                f"command again. {self.supervisors[0].cause}"
-            )
+        if self._supervision and all(supervisor.is_given_up for supervisor in self.supervisors):
+            raise EngineLostError(f"no replica could be started again. {self.supervisors[0].cause}")
         return await super().health()
 
     def replica_counts(self) -> tuple[int, int]:
@@ -131,19 +161,14 @@ class LaunchedEngine(PoolEngine):
         """Starts the replicas. The first that fails ends the wait."""
         began = time.monotonic()
         tasks = [asyncio.ensure_future(supervisor.start()) for supervisor in self.supervisors]
-        waiting = {*tasks}
+        _LOG.info("%d replicas start; a large model takes minutes", len(tasks))
         try:
-            while waiting:
-                done, waiting = await asyncio.wait(
-                    waiting, timeout=_WAITING_SAID_S, return_when=asyncio.FIRST_COMPLETED
-                )
-                for task in done:
-                    task.result()
-                seconds, ready = time.monotonic() - began, len(tasks) - len(waiting)
-                _LOG.info("%d of %d replicas ready (%.1f s)", ready, len(tasks), seconds)
+            for ready, task in enumerate(asyncio.as_completed(tasks), start=1):
+                await task
+                _LOG.info("%d of %d replicas ready (%.1f s)", ready, len(tasks), time.monotonic() - began)
         finally:
-            for task in tasks:
-                task.cancel()
+            for each in tasks:
+                each.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -161,7 +186,7 @@ class Supervisor:
     def __init__(
         self,
         plan: ReplicaPlan,
-        launcher: Launcher,
+        launcher: LocalLauncher | RayLauncher,
         make_replica: Callable[[str], Replica],
         request: LaunchRequest,
         pool: PoolEngine,
@@ -176,18 +201,14 @@ class Supervisor:
             longest=request.restart_delay_max,
             most_failures=request.max_restarts,
         )
-        self._process: ReplicaProcess | None = None
+        self._process: LocalProcess | RayProcess | None = None
         self._replica: Replica | None = None
+        self._name = f"replica {plan.index}"
         self.is_given_up = False
         self.restarted = 0
         """How often it was started again."""
         self.cause = ""
         """Why it was not serving the last time, with the end of its log."""
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return f"replica {self._plan.index}"
 
     async def start(self) -> None:
         """Starts the replica and waits until the pool has taken it in.
@@ -204,20 +225,17 @@ class Supervisor:
                 while not await self._is_taken_in(replica):
                     await asyncio.wait((ended,), timeout=_START_CHECK_S)
                     if ended.done():
-                        raise EngineError(f"{self.name} {ended.result()} before it was healthy")
+                        raise EngineError(f"{self._name} {ended.result()} before it was healthy")
         except BaseException as error:
             await replica.close()
             if not isinstance(error, TimeoutError | EngineError):
                 raise
             details = await _details(process)
             await self.stop()
-            said = str(error)
+            problem = str(error)
             if isinstance(error, TimeoutError):
-                said = (
-                    f"{self.name} was not healthy within {limit:g} s "
-                    "(actor_rollout_ref.rollout.launch.startup_timeout), and was stopped"
-                )
-            raise EngineError(said + details) from error
+                problem = f"{self._name} was not healthy within {limit:g} s (launch.startup_timeout)"
+            raise EngineError(problem + details) from error
         finally:
             ended.cancel()
         self._replica = replica
@@ -227,7 +245,7 @@ class Supervisor:
         try:
             pause: float | None = await self._watch()
             while pause is not None:
-                _LOG.warning("%s\n%s is started again in %g s", self.cause, self.name, pause)
+                _LOG.warning("%s\n%s is started again in %g s", self.cause, self._name, pause)
                 await asyncio.sleep(pause)
                 self.restarted += 1
                 try:
@@ -236,15 +254,13 @@ class Supervisor:
                     self.cause = str(error)
                     pause = self._restarts.after_failed_start()
                 else:
-                    _LOG.warning("%s is back", self.name)
+                    _LOG.warning("%s is back", self._name)
                     pause = await self._watch()
-            _LOG.error(
-                "%s is given up after %d starts in a row that failed: %s",
-                *(self.name, self._restarts.failures, self.cause),
-            )
+            failures = self._restarts.failures
+            _LOG.error("%s is given up after %d failed starts in a row: %s", self._name, failures, self.cause)
         except Exception as error:  # a bug: the other replicas go on, and it is said when none is left
-            self.cause = f"it is not looked after any more: {error!r}"
-            _LOG.exception("%s is not looked after any more", self.name)
+            self.cause = f"{self._name} is not looked after any more: {error!r}"
+            _LOG.exception("%s is not looked after any more", self._name)
         self.is_given_up = True
 
     async def stop(self) -> None:
@@ -276,16 +292,13 @@ class Supervisor:
             while True:
                 await asyncio.wait((ended,), timeout=min(_CHECK_S, limit / 4))
                 if ended.done():
-                    cause = f"{self.name} {ended.result()}"
+                    cause = f"{self._name} {ended.result()}"
                     break
                 # The check's own time counts: a server that hangs is asked with a bound.
                 if pool.is_loading(replica.name) or await replica.health():
                     healthy_at = time.monotonic()
                 elif time.monotonic() - healthy_at >= limit:
-                    cause = (
-                        f"{self.name} runs, but was not healthy for {limit:g} s "
-                        "(actor_rollout_ref.rollout.launch.unhealthy_timeout), and was stopped"
-                    )
+                    cause = f"{self._name} was not healthy for {limit:g} s (launch.unhealthy_timeout)"
                     break
         finally:
             ended.cancel()
@@ -295,11 +308,7 @@ class Supervisor:
         return self._restarts.after_serving(time.monotonic() - began)
 
 
-async def _details(process: ReplicaProcess) -> str:
+async def _details(process: LocalProcess | RayProcess) -> str:
     """Command and log's end, for a message."""
-    words = await process.last_words()
-    return f"\n  command: {process.what}\n" + (
-        "  the end of its log:\n" + "\n".join(f"    {line}" for line in words.splitlines())
-        if words
-        else "  it wrote nothing to its log"
-    )
+    lines = (await process.last_words()).splitlines() or ["(nothing)"]
+    return "\n    ".join([f"\n  command: {process.what}\n  the end of its log:", *lines])
