@@ -15,8 +15,9 @@ by the model.
 
 import re
 import secrets
+import string
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from rollstream.chat.processor import ChatProcessor
@@ -27,27 +28,25 @@ from rollstream.trajectory import Message
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_MARK = "MARK" + "".join(secrets.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(20))
+_MARK = "MARK" + "".join(secrets.choice(string.ascii_uppercase) for _ in range(20))
 """Stands for an answer. Letters only, so that no template trims, escapes or splits it; no text has it by chance."""
-
+_MARKED: Message = {"role": "assistant", "content": _MARK}
 _QUESTION: Message = {"role": "user", "content": "."}
+_ANSWER: Message = {"role": "assistant", "content": "."}
 
 _EXCHANGES = 8
-"""The last calls with their results that are rendered; of older ones see `TurnTemplate._recent`."""
-
+"""The last calls with their results that are rendered; of older ones see `TurnTemplate._after`."""
 _TAIL = 16
 """Sampled ids that are compared with what follows: an end of turn is a few tokens."""
-
 _THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]"}
 """What opens a thinking block, and what closes it."""
-
-THINKING_OPENERS = tuple(_THINKING)
-"""With these at its end, a prompt leaves the model inside a thinking block."""
 
 _REWRITES = (
     "the chat template leaves an assistant's turn out, or renders it in another way, when messages follow it, so "
     "what it puts between turns cannot be told; use another one (actor_rollout_ref.model.custom_chat_template)"
 )
+
+Tools = list[dict[str, Any]] | None
 
 
 class TurnTemplate:
@@ -66,7 +65,7 @@ class TurnTemplate:
         added: Sequence[Message],
         *,
         sampled_ids: Sequence[int],
-        tools: list[dict[str, Any]] | None = None,
+        tools: Tools = None,
         images: Sequence["Image"] = (),
     ) -> list[int]:
         """Ids to put between an answer and the next one; none of them was sampled.
@@ -94,39 +93,18 @@ class TurnTemplate:
             ids = self._processor.encode(text, images)
         else:
             raise DataError("the model has no image processor")
-        find_end = partial(self._end, marked, added, text, tools)
-        return ids[self._already_there(sampled_ids, ids, find_end) :]
+        return ids[self._already_there(sampled_ids, ids, lambda: self._end(marked, added, text, tools)) :]
 
-    def _after(
-        self, messages: Sequence[Message], added: Sequence[Message], tools: list[dict[str, Any]] | None
-    ) -> tuple[str, list[Message]]:
-        """Renders what follows the answer, and gives the conversation with a mark in the answer's place."""
-        recent = _recent(messages)
-        if len(recent) == len(messages):
-            return self._render_after(messages, added, tools)
-        roles = frozenset(message["role"] for message in added)
-        kind = (roles, bool(tools), bool(messages[-1].get("tool_calls")))
-        if self._looks_back.get(kind) is not False:
-            after = self._render_after(messages, added, tools)
-            if kind not in self._looks_back:
-                self._looks_back[kind] = after[0] != self._render_after(recent, added, tools)[0]
-            return after
-        return self._render_after(recent, added, tools)
-
-    def why_not(self, *, calls: bool, tools: list[dict[str, Any]] | None = None) -> str | None:
+    def why_not(self, *, calls: bool, tools: Tools = None) -> str | None:
         """Why nothing can follow an answer; None if it can.
 
         Args:
             calls: an answer with a call, which its result follows; else one of text, and a user's message.
             tools: schemas that the prompt shows.
         """
-        if not self._tokenizer.makes_ids:
-            return None
-        answer: Message = {"role": "assistant", "content": "."}
-        added = [_QUESTION]
+        answer, added = _ANSWER, [_QUESTION]
         if calls:
-            name = tools[0]["function"]["name"] if tools else "f"
-            call = {"type": "function", "id": "c00000000", "function": {"name": name, "arguments": {}}}
+            call = _call("c00000000", tools[0]["function"]["name"] if tools else "f")
             answer, added = {**answer, "tool_calls": [call]}, self.tool_messages([call], ["."])
         try:
             for sampled in ([], *([token] for token in sorted(self._tokenizer.end_ids))):
@@ -135,104 +113,8 @@ class TurnTemplate:
             return str(error)
         return None
 
-    def _render_after(
-        self, messages: Sequence[Message], added: Sequence[Message], tools: list[dict[str, Any]] | None
-    ) -> tuple[str, list[Message]]:
-        refusal: DataError | None = None
-        for shown in _ways(messages):
-            marked = [*shown[:-1], _marked(shown[-1])]
-            try:
-                whole = self._behind_mark([*marked, *added], tools)
-                if whole is None:
-                    continue  # the template does not show such answers
-                syntax = self._split(marked, tools)[0] if marked[-1].get("tool_calls") else ""
-            except DataError as error:
-                refusal = refusal or error
-                continue
-            if not whole.startswith(syntax):
-                raise DataError(_REWRITES)
-            return whole.removeprefix(syntax), marked
-        raise refusal or DataError(_REWRITES)
-
-    def _end(
-        self,
-        marked: list[Message],
-        added: Sequence[Message],
-        after: str,
-        tools: list[dict[str, Any]] | None,
-    ) -> str:
-        """How the last turn ends, or one that something follows if the last one stays open; "" if that is unknown.
-
-        Raises:
-            DataError: the template puts text of its own before the end if something follows.
-        """
-        try:
-            syntax, end = self._split(marked, tools)
-            if not end.strip():
-                other = _QUESTION if added[0]["role"] != "user" else {"role": "assistant", "content": "."}
-                known = self._behind_mark([*marked, other], tools) or ""
-                kept = after[: _shared([after, known.removeprefix(syntax)])]  # whoever speaks next
-                found = self._end_tokens.search(kept)
-                return kept[: found.end()] if found else ""
-        except DataError:
-            return ""
-        own, put = map(self._text_first, (end, after))
-        if own != put and own != end.strip() and not any(text.strip() in put for text in _texts(added[:1])):
-            raise DataError(_REWRITES)
-        return end
-
-    def _text_first(self, text: str) -> str:
-        """The text before the first special token, without white space; all of it, if there is none."""
-        special = self._tokenizer.special_ids
-        ids = self._tokenizer.encode(text)
-        first = next((at for at, token_id in enumerate(ids) if token_id in special), len(ids))
-        return self._tokenizer.decode(ids[:first]).strip()
-
-    def _split(self, marked: list[Message], tools: list[dict[str, Any]] | None) -> tuple[str, str]:
-        """Reads what stands behind the mark of the last message when nothing follows.
-
-        Returns:
-            The syntax that closes a call, which the model has written itself; and how the turn ends, such as
-            `<|im_end|>\\n`: maybe by nothing at all. Where a generation prompt is always written, it is there, too.
-        """
-        plain = [*marked[:-1], _marked({"role": "assistant", "content": ""})]
-        alone = self._behind_mark(marked, tools, add_generation_prompt=False)
-        if alone is None or not marked[-1].get("tool_calls"):  # maybe it does not show calls
-            return "", self._behind_mark(plain, tools, add_generation_prompt=False) or ""
-        if known := self._end_tokens.search(alone):
-            start = known.start()
-        else:
-            end = self._split(plain, tools)[1]
-            start = len(alone) - len(end) if alone.endswith(end) else self._last_special(alone)
-        return alone[:start], alone[start:]
-
-    def _behind_mark(
-        self,
-        messages: list[Message],
-        tools: list[dict[str, Any]] | None,
-        *,
-        add_generation_prompt: bool = True,
-    ) -> str | None:
-        """The text behind the last mark; None if there is no mark."""
-        rendered = self._tokenizer.render_text(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt
-        )
-        _, found, after = rendered.rpartition(_MARK)
-        return after if found else None
-
-    @cached_property
-    def _end_tokens(self) -> re.Pattern[str]:
-        decode = self._tokenizer.decode
-        texts = (decode([token], skip_special_tokens=False) for token in sorted(self._tokenizer.end_ids))
-        return re.compile("|".join(re.escape(text) for text in texts if text.strip()) or r"(?!)")
-
     def answer_ids(
-        self,
-        messages: Sequence[Message],
-        answer: Message,
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        ended: bool = True,
+        self, messages: Sequence[Message], answer: Message, *, tools: Tools = None, ended: bool = True
     ) -> list[int]:
         """Ids of an answer of which only the message is known, as the template writes it.
 
@@ -253,92 +135,18 @@ class TurnTemplate:
             return []
         calls: list[dict[str, Any]] = answer.get("tool_calls") or []
         parts = [answer]
-        if len(calls) > 1 and self._leaves_calls_out(messages, answer, tools):
+        if len(calls) > 1 and not self._shows_all_calls(messages, answer, tools):
             # Some templates refuse, or leave out, all but one: one after the other, in one turn.
-            parts = [{**answer, "tool_calls": calls[:1]}]
-            parts += [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
-        *begun, last = [self._answer_text(messages, part, tools) for part in parts]
-        text = "".join(before for before, _ in begun)
-        before, end = last
-        return self._tokenizer.encode(text + before + (end if ended else ""))
-
-    def _leaves_calls_out(
-        self, messages: Sequence[Message], answer: Message, tools: list[dict[str, Any]] | None
-    ) -> bool:
-        """Whether some calls of an answer, but not all, are shown."""
-        try:
-            shown = self._tokenizer.render_text(
-                [*messages, _marked(answer)], tools=tools, add_generation_prompt=False
-            )
-        except DataError:
-            return True
-        return 0 < shown.count(_MARK) < len(answer["tool_calls"])
-
-    def _answer_text(
-        self, messages: Sequence[Message], answer: Message, tools: list[dict[str, Any]] | None
-    ) -> tuple[str, str]:
-        """Renders an answer as it stands after the generation prompt, and the end of the turn.
-
-        The end is "" if it is none that the tokenizer knows.
-        """
-        refusal: DataError | None = None
-        for shown in _ways([*messages, answer]):
-            if len(shown[-1].get("tool_calls") or ()) != len(answer.get("tool_calls") or ()):
-                break
-            try:
-                text = self._written(shown, tools)
-                _, end = self._split([*shown[:-1], _marked(shown[-1])], tools)
-            except DataError as error:
-                refusal = refusal or error
-                continue
-            before, found, _ = text.rpartition(end) if end else (text, "", "")
-            known = self._end_tokens.search(end)
-            return (before if found else text), ("" if known is None else end[: known.end()])
-        raise refusal or DataError("the chat template does not show the assistant's messages")
-
-    def _written(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
-        """Renders the last message as it stands behind the generation prompt of the others."""
-        prompt = self._tokenizer.render_text(messages[:-1], tools=tools)
-
-        def whole(answer: Message) -> str:
-            return self._tokenizer.render_text(
-                [*messages[:-1], answer], tools=tools, add_generation_prompt=False
-            )
-
-        rendered = whole(messages[-1])
-        if rendered.startswith(prompt):
-            return rendered.removeprefix(prompt)
-        # The answer begins where different answers begin to differ.
-        others = [whole({"role": "assistant", "content": text}) for text in (_MARK, f"0{_MARK}")]
-        start = _shared([rendered, *others])
-        written = rendered[start:]
-        for opener, closer in _THINKING.items():
-            head, found, opened = prompt.rpartition(opener)
-            if not found or opened.strip():
-                before, closed, behind = written.partition(closer)
-                if not closed or opener in before:
-                    continue
-                if opened.strip() != closer and prompt.rstrip().endswith(closer):
-                    return behind  # the prompt has closed a block that nothing opens
-                begin = rendered.rfind(opener, 0, start)
-                return written if begin < 0 else rendered[begin:]  # an empty block begins alike
-            # The prompt opens a block. Turns that are shown have it, an empty one, or none.
-            if rendered.startswith(head):
-                written = rendered.removeprefix(head)
-            own = written.lstrip()
-            if own.startswith(opener):
-                return own.removeprefix(opener).removeprefix(opened)
-            if closer in written.partition(opener)[0]:
-                return written
-            thinking = str(messages[-1].get("reasoning_content") or "").strip()
-            return f"{thinking}\n{closer}\n\n{written}"
-        return written
+            more = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
+            parts = [{**answer, "tool_calls": calls[:1]}, *more]
+        written = [self._answer_text(messages, part, tools) for part in parts]
+        text = "".join(before for before, _ in written)
+        return self._tokenizer.encode(text + (written[-1][1] if ended else ""))
 
     def shows_tool(self, schema: dict[str, Any]) -> bool:
         """Whether the template tells the model of a tool."""
-        name = schema["function"]["name"]
         try:
-            return name in self._tokenizer.render_text([_QUESTION], tools=[schema])
+            return schema["function"]["name"] in self._tokenizer.render_text([_QUESTION], tools=[schema])
         except DataError:
             return False
 
@@ -355,9 +163,8 @@ class TurnTemplate:
         return self._shows_result("c00000000")
 
     def _shows_result(self, call_id: str) -> bool:
-        call = {"type": "function", "id": call_id, "function": {"name": "f", "arguments": {}}}
-        answer: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        result: Message = {"role": "tool", "content": _MARK, "tool_call_id": call_id, "name": "f"}
+        answer = {"role": "assistant", "content": "", "tool_calls": [_call(call_id)]}
+        result = {"role": "tool", "content": _MARK, "tool_call_id": call_id, "name": "f"}
         try:
             return self._behind_mark([_QUESTION, answer, result], None) is not None
         except DataError:
@@ -380,32 +187,112 @@ class TurnTemplate:
                 }
                 for call, content in zip(calls, contents, strict=True)
             ]
+        opening, closing = "<tool_response>\n", "\n</tool_response>"
         if all(isinstance(content, str) for content in contents):
-            framed = "\n".join(f"<tool_response>\n{content}\n</tool_response>" for content in contents)
-            return [{"role": "user", "content": framed}]
+            return [{"role": "user", "content": "\n".join(f"{opening}{text}{closing}" for text in contents)}]
         parts: list[dict[str, Any]] = []
         for content in contents:
             inner = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            start, end = (
-                {"type": "text", "text": tag} for tag in ("<tool_response>\n", "\n</tool_response>")
-            )
-            parts += [start, *inner, end]
+            parts += [{"type": "text", "text": opening}, *inner, {"type": "text", "text": closing}]
         return [{"role": "user", "content": parts}]
 
     def in_thinking(self, context: Sequence[int]) -> bool:
         """Whether a prompt leaves the model inside a thinking block that the template has opened."""
         tail = self._tokenizer.decode(list(context[-_TAIL:]), skip_special_tokens=False).rstrip()
-        return tail.endswith(THINKING_OPENERS)
+        return tail.endswith(tuple(_THINKING))
 
-    def _last_special(self, text: str) -> int:
-        """Where the last special token of a text begins; its end when there is none."""
-        special = self._tokenizer.special_ids
-        ids = self._tokenizer.encode(text)
-        for at in range(len(ids) - 1, -1, -1):
-            if ids[at] in special:
-                token = self._tokenizer.decode([ids[at]], skip_special_tokens=False)
-                return text.rfind(token) if token in text else len(text)
-        return len(text)
+    def _after(
+        self, messages: Sequence[Message], added: Sequence[Message], tools: Tools
+    ) -> tuple[str, list[Message]]:
+        """Renders what follows the answer, and gives the conversation with a mark in the answer's place.
+
+        Older calls are left out, once it is known of such a turn that the template does not look back to them.
+        """
+        recent = _recent(messages)
+        kind = (frozenset(m["role"] for m in added), bool(tools), bool(messages[-1].get("tool_calls")))
+        if len(recent) == len(messages) or self._looks_back.get(kind) is False:
+            return self._render_after(recent, added, tools)
+        after = self._render_after(messages, added, tools)
+        if kind not in self._looks_back:
+            self._looks_back[kind] = after[0] != self._render_after(recent, added, tools)[0]
+        return after
+
+    def _render_after(
+        self, messages: Sequence[Message], added: Sequence[Message], tools: Tools
+    ) -> tuple[str, list[Message]]:
+        refusal: DataError | None = None
+        for shown in _ways(messages):
+            marked = [*shown[:-1], _marked(shown[-1])]
+            try:
+                whole = self._behind_mark([*marked, *added], tools)
+                if whole is None:
+                    continue  # the template does not show such answers
+                syntax = self._split(marked, tools)[0] if marked[-1].get("tool_calls") else ""
+            except DataError as error:
+                refusal = refusal or error
+                continue
+            if not whole.startswith(syntax):
+                raise DataError(_REWRITES)
+            return whole.removeprefix(syntax), marked
+        raise refusal or DataError(_REWRITES)
+
+    def _behind_mark(self, messages: list[Message], tools: Tools, *, prompt: bool = True) -> str | None:
+        """The text behind the last mark; None if there is no mark."""
+        text = self._tokenizer.render_text(messages, tools=tools, add_generation_prompt=prompt)
+        _, found, after = text.rpartition(_MARK)
+        return after if found else None
+
+    def _split(self, marked: list[Message], tools: Tools) -> tuple[str, str]:
+        """Reads what stands behind the mark of the last message when nothing follows.
+
+        Returns:
+            The syntax that closes a call, which the model has written itself; and how the turn ends, such as
+            `<|im_end|>\\n`: maybe by nothing at all. Where a generation prompt is always written, it is there, too.
+        """
+        alone = self._behind_mark(marked, tools, prompt=False)
+        if alone is not None and marked[-1].get("tool_calls") and (known := self._ends.search(alone)):
+            return alone[: known.start()], alone[known.start() :]
+        end = self._behind_mark([*marked[:-1], _MARKED], tools, prompt=False) or ""
+        if alone is None or not marked[-1].get("tool_calls"):  # maybe it does not show calls
+            return "", end
+        start = len(alone)
+        if alone.endswith(end):
+            start -= len(end)
+        elif structure := [match.start() for match in self._tokenizer.find_special_tokens(alone)]:
+            start = structure[-1]
+        return alone[:start], alone[start:]
+
+    def _end(self, marked: list[Message], added: Sequence[Message], after: str, tools: Tools) -> str:
+        """How the last turn ends, or one that something follows if the last one stays open; "" if that is unknown.
+
+        Raises:
+            DataError: the template puts text of its own before the end if something follows.
+        """
+        try:
+            syntax, end = self._split(marked, tools)
+            if not end.strip():
+                other = _ANSWER if added[0]["role"] == "user" else _QUESTION
+                known = self._behind_mark([*marked, other], tools) or ""
+                kept = after[: _shared([after, known.removeprefix(syntax)])]  # whoever speaks next
+                found = self._ends.search(kept)
+                return kept[: found.end()] if found else ""
+        except DataError:
+            return ""
+        own, put = map(self._text_first, (end, after))
+        if own not in (put, end.strip()) and not any(text.strip() in put for text in _texts(added[0])):
+            raise DataError(_REWRITES)
+        return end
+
+    def _text_first(self, text: str) -> str:
+        """The text before the first special token, without white space; all of it, if there is none."""
+        first = next(self._tokenizer.find_special_tokens(text), None)
+        return text[: first and first.start()].strip()
+
+    @cached_property
+    def _ends(self) -> re.Pattern[str]:
+        decode = self._tokenizer.decode
+        texts = (decode([token], skip_special_tokens=False) for token in sorted(self._tokenizer.end_ids))
+        return re.compile("|".join(re.escape(text) for text in texts if text.strip()) or r"(?!)")
 
     def _already_there(self, sampled: Sequence[int], ids: list[int], find_end: Callable[[], str]) -> int:
         """How many of `ids`, from the first, the sampled ids make superfluous.
@@ -439,19 +326,119 @@ class TurnTemplate:
         ends = ends or [at for at, token_id in enumerate(reach) if token_id in tokenizer.special_ids][:1]
         return ends[-1] + 1 if ends else 0
 
+    def _shows_all_calls(self, messages: Sequence[Message], answer: Message, tools: Tools) -> bool:
+        try:
+            shown = self._tokenizer.render_text(
+                [*messages, _marked(answer)], tools=tools, add_generation_prompt=False
+            )
+        except DataError:
+            return False
+        return shown.count(_MARK) in (0, len(answer["tool_calls"]))  # none: it knows no calls
 
-def _texts(messages: Sequence[Message]) -> list[str]:
-    """The texts of messages, in parts or not."""
-    contents = (message.get("content") or "" for message in messages)
-    parts = ([content] if isinstance(content, str) else content for content in contents)
-    return [part if isinstance(part, str) else part.get("text", "") for each in parts for part in each]
+    def _answer_text(self, messages: Sequence[Message], answer: Message, tools: Tools) -> tuple[str, str]:
+        """An answer as it stands after the generation prompt, and the end of the turn: "" if it is no known one."""
+        refusal: DataError | None = None
+        for shown in _ways([*messages, answer]):
+            if len(shown[-1].get("tool_calls") or ()) != len(answer.get("tool_calls") or ()):
+                break
+            try:
+                text = self._written(shown, tools)
+                _, end = self._split([*shown[:-1], _marked(shown[-1])], tools)
+            except DataError as error:
+                refusal = refusal or error
+                continue
+            known = self._ends.search(end)
+            return text[: text.rfind(end)] if end and end in text else text, end[
+                : known.end()
+            ] if known else ""
+        raise refusal or DataError("the chat template does not show the assistant's messages")
+
+    def _written(self, messages: list[Message], tools: Tools) -> str:
+        """The last message as it stands behind the generation prompt of the others."""
+        *before, answer = messages
+        prompt = self._tokenizer.render_text(before, tools=tools)
+        rendered, *others = (
+            self._tokenizer.render_text([*before, message], tools=tools, add_generation_prompt=False)
+            for message in (answer, _MARKED, {**_MARKED, "content": f"0{_MARK}"})
+        )
+        if rendered.startswith(prompt):
+            return rendered.removeprefix(prompt)
+        start = _shared([rendered, *others])  # where different answers begin to differ
+        written = rendered[start:]
+        for opener, closer in _THINKING.items():
+            head, found, opened = prompt.rpartition(opener)
+            if not found or opened.strip():
+                text, closed, behind = written.partition(closer)
+                if not closed or opener in text:
+                    continue
+                if opened.strip() != closer and prompt.rstrip().endswith(closer):
+                    return behind  # the prompt has closed a block that nothing opens
+                begin = rendered.rfind(opener, 0, start)
+                return written if begin < 0 else rendered[begin:]  # an empty block begins alike
+            # The prompt opens a block. Turns that are shown have it, an empty one, or none.
+            if rendered.startswith(head):
+                written = rendered.removeprefix(head)
+            if written.lstrip().startswith(opener):
+                return written.lstrip().removeprefix(opener).removeprefix(opened)
+            if closer in written.partition(opener)[0]:
+                return written
+            thinking = str(answer.get("reasoning_content") or "").strip()
+            return f"{thinking}\n{closer}\n\n{written}"
+        return written
+
+
+def _call(call_id: str, name: str = "f") -> dict[str, Any]:
+    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": {}}}
+
+
+def _with_arguments(call: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _marked(answer: Message) -> Message:
+    """An assistant's message whose last words are the mark."""
+    if not (calls := answer.get("tool_calls")):
+        return _MARKED
+    return {
+        **_MARKED,
+        "content": "",
+        "tool_calls": [_with_arguments(call, {"mark": _MARK}) for call in calls],
+    }
+
+
+def _ways(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """A conversation that ends with an answer: as it is, and in forms for templates that refuse it so.
+
+    Some take one call in a turn only, some mappings as arguments only, some no calls.
+    """
+    tried = [*messages]
+    yield tried
+    for taken in (slice(None), slice(-1, None), slice(0)):
+        way = [_with_calls(message, taken) if message.get("tool_calls") else message for message in messages]
+        if way != tried:
+            yield way
+        tried = way
+
+
+def _with_calls(message: Message, taken: slice) -> Message:
+    """A message with some of its calls, whose arguments are mappings, whatever the model wrote."""
+    calls = []
+    for call in message["tool_calls"][taken]:
+        arguments = call["function"]["arguments"]
+        calls.append(
+            call if isinstance(arguments, dict) else _with_arguments(call, {"unreadable": arguments})
+        )
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "tool_calls": calls} if calls else rest
+
+
+def _texts(message: Message) -> list[str]:
+    content = message.get("content") or ""
+    return [content] if isinstance(content, str) else [part.get("text", "") for part in content]
 
 
 def _recent(messages: Sequence[Message]) -> Sequence[Message]:
-    """A conversation without its older calls and their results, which templates do not look back to.
-
-    A template that does (it counts calls, ...) is found out where this is used.
-    """
+    """A conversation without its older calls and their results."""
     exchanges: list[range] = []
     for at, message in enumerate(messages[:-1]):
         if message.get("tool_calls") and messages[at + 1]["role"] == "tool":
@@ -466,42 +453,3 @@ def _shared(texts: Sequence[Sequence[Any]]) -> int:
     """How many letters, or tokens, from the first are the same in all."""
     places = enumerate(zip(*texts, strict=False))
     return next((at for at, each in places if len({*each}) > 1), min(map(len, texts)))
-
-
-def _ways(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """A conversation that ends with an answer: as it is, and in forms for templates that refuse it so.
-
-    Some take one call in a turn only, some mappings as arguments only, some no calls.
-    """
-    tried = [*messages]
-    yield tried
-    calls = [[*map(_readable, message.get("tool_calls") or ())] for message in messages]
-    for taken in (slice(None), slice(-1, None), slice(0)):
-        way = [_with_calls(message, each[taken]) for message, each in zip(messages, calls, strict=True)]
-        if way != tried:
-            yield way
-        tried = way
-
-
-def _with_calls(message: Message, calls: list[dict[str, Any]]) -> Message:
-    if not message.get("tool_calls"):
-        return message
-    rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "tool_calls": calls} if calls else rest
-
-
-def _marked(answer: Message) -> Message:
-    """An assistant's message whose last words are the mark."""
-    calls = answer.get("tool_calls")
-    if not calls:
-        return {"role": "assistant", "content": _MARK}
-    marked = [{**call, "function": {**call["function"], "arguments": {"mark": _MARK}}} for call in calls]
-    return {"role": "assistant", "content": "", "tool_calls": marked}
-
-
-def _readable(call: dict[str, Any]) -> dict[str, Any]:
-    """A call with a mapping as arguments, whatever the model wrote."""
-    arguments = call["function"]["arguments"]
-    if isinstance(arguments, dict):
-        return call
-    return {**call, "function": {**call["function"], "arguments": {"unreadable": arguments}}}

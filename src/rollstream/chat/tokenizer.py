@@ -4,7 +4,6 @@ import hashlib
 import logging
 import os
 import re
-import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,22 +13,19 @@ import jinja2
 import orjson
 
 from rollstream.chat import tokenizer_cache
-from rollstream.chat.byte_level import ByteDecoder, WordEncoder, byte_decoder, word_encoder
+from rollstream.chat.byte_level import ByteLevel
 from rollstream.chat.template_form import TemplateForm
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import Message
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
-"""Files that hold a vocabulary, by their usual names; for messages."""
+"""Files that hold a vocabulary, by their usual names."""
 
 _CHARS_A_TOKEN = 8
 """Usual text has fewer. A conversation that has more for each token of the model's length is counted in pieces."""
 
 _OPEN_MARK = "ROLLSTREAMOPEN"
 """Stands for what comes next in a message. Letters only: no template trims, escapes or splits it."""
-
-_PROBE = " ".join(string.ascii_letters + string.digits)
-"""Text of which every tokenizer of a language model knows something."""
 
 
 class ChatTokenizer:
@@ -54,7 +50,7 @@ class ChatTokenizer:
         own = tokenizer.eos_token_id
         self.end_ids = frozenset([*end_ids, *([] if own is None else [own])])
         """Tokens that end a turn of the model."""
-        self._template_kwargs = dict(template_kwargs or {})
+        self._template_kwargs = template_kwargs or {}
         # The package `tokenizers` itself, where transformers uses it: without offsets and type checks it takes
         # a third less per prompt and half per answer, and gives the same ids and text.
         self._backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
@@ -63,8 +59,8 @@ class ChatTokenizer:
     def pad_id(self) -> int | None:
         """What fills batches up: the padding token, else the end token, as verl and others do."""
         own, end = self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
-        found: int | None = end if own is None else own
-        return found
+        padding: int | None = end if own is None else own
+        return padding
 
     @property
     def vocab_size(self) -> int:
@@ -85,9 +81,13 @@ class ChatTokenizer:
         """
         return self._special_texts.sub(lambda match: f"{match[0][0]}\u200b{match[0][1:]}", text)
 
+    def find_special_tokens(self, text: str) -> Iterator[re.Match[str]]:
+        """The special tokens in a text, which `encode` takes for structure, in order."""
+        return self._special_texts.finditer(text)
+
     def special_tokens_in(self, text: str) -> set[str]:
-        """The special tokens that a text has, which `encode` takes for structure."""
-        return set(self._special_texts.findall(text))
+        """The special tokens that a text has."""
+        return {match[0] for match in self.find_special_tokens(text)}
 
     @cached_property
     def _special_texts(self) -> re.Pattern[str]:
@@ -103,8 +103,8 @@ class ChatTokenizer:
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its exact text; None if the vocabulary has none."""
-        found: int | None = self._tokenizer.get_vocab().get(token)
-        return found
+        token_id: int | None = self._tokenizer.get_vocab().get(token)
+        return token_id
 
     def render(
         self,
@@ -126,25 +126,21 @@ class ChatTokenizer:
         Raises:
             DataError: the chat template refuses these messages.
         """
-        if continue_final_message:
-            return self.encode(self._render_open(messages, tools))
-        return self.encode(
-            self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-        )
-
-    def _render_open(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
-        """A conversation up to the end of its last message's text, which stays open."""
+        if not continue_final_message:
+            text = self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+            return self.encode(text)
         *before, last = messages
-        text = last.get("content")
-        if last.get("role") != "assistant" or not isinstance(text, str) or last.get("tool_calls"):
+        open_text = last.get("content")
+        if last.get("role") != "assistant" or not isinstance(open_text, str) or last.get("tool_calls"):
             raise DataError("only an assistant's message of text, without calls, can be gone on with")
         # Rendered with a mark behind it, so that no template trims the end, and cut off there.
-        marked = [*before, {**last, "content": text + _OPEN_MARK}]
-        rendered = self.render_text(marked, tools=tools, add_generation_prompt=False)
-        head, found, _ = rendered.rpartition(_OPEN_MARK)
-        if not found or not head.endswith(text):
+        marked = [*before, {**last, "content": open_text + _OPEN_MARK}]
+        head, found, _ = self.render_text(marked, tools=tools, add_generation_prompt=False).rpartition(
+            _OPEN_MARK
+        )
+        if not found or not head.endswith(open_text):
             raise DataError("the chat template does not show the last message as it is")
-        return head
+        return self.encode(head)
 
     def render_text(
         self,
@@ -183,8 +179,8 @@ class ChatTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text as it stands: no special tokens are added."""
-        if self._words is not None:
-            return self._words.encode(text)
+        if self._byte_level is not None:
+            return self._byte_level.encode(text)
         ids: list[int]
         if self._backend is not None:
             ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -210,12 +206,12 @@ class ChatTokenizer:
         """How many tokens each of many texts has; the tokenizer uses all cores."""
         if self._backend is None:
             return [len(self.encode(text)) for text in texts]
-        return [len(found) for found in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return [len(encoded) for encoded in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids."""
-        if self._bytes is not None:
-            return self._bytes.decode(ids, skip_special_tokens=skip_special_tokens)
+        if self._byte_level is not None:
+            return self._byte_level.decode(ids, skip_special_tokens=skip_special_tokens)
         text: str
         if self._backend is not None:
             text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -226,16 +222,14 @@ class ChatTokenizer:
         return text
 
     @cached_property
-    def _words(self) -> WordEncoder | None:
-        return None if self._backend is None else word_encoder(self._backend)
-
-    @cached_property
-    def _bytes(self) -> ByteDecoder | None:
-        return None if self._backend is None else byte_decoder(self._backend)
+    def _byte_level(self) -> ByteLevel | None:
+        try:
+            return None if self._backend is None else ByteLevel(self._backend)
+        except ValueError:
+            return None
 
     def __getstate__(self) -> dict[str, Any]:
-        remembered = ("_words", "_bytes", "_special_texts", "form")
-        return {name: value for name, value in vars(self).items() if name not in remembered}
+        return {name: value for name, value in vars(self).items() if name not in ("_byte_level", "form")}
 
     def to_json(self) -> bytes | None:
         """The content of a `tokenizer.json`; None for a tokenizer that has its own code."""
@@ -243,13 +237,10 @@ class ChatTokenizer:
 
     def digest(self) -> str:
         """Hash of what decides ids: vocabulary, merges, chat template."""
-        digest = hashlib.blake2b(digest_size=16)
-        if (content := self.to_json()) is not None:
-            digest.update(content)
-        else:
-            digest.update(repr(sorted(self._tokenizer.get_vocab().items())).encode())
-        digest.update(repr(self._tokenizer.chat_template).encode())
-        return digest.hexdigest()
+        content = self.to_json() or repr(sorted(self._tokenizer.get_vocab().items())).encode()
+        return hashlib.blake2b(
+            content + repr(self._tokenizer.chat_template).encode(), digest_size=16
+        ).hexdigest()
 
     def differences(self, tokenizer: Any) -> list[str]:
         """In what a transformers tokenizer is another one: `vocabulary`, `end token`, `chat template`.
@@ -260,12 +251,12 @@ class ChatTokenizer:
         words, others = own.get_vocab(), tokenizer.get_vocab()
         if tokenizer.pad_token not in words:
             others = {word: number for word, number in others.items() if word != tokenizer.pad_token}
-        same = {
-            "vocabulary": words == others,
-            "end token": own.eos_token_id == tokenizer.eos_token_id,
-            "chat template": own.chat_template == tokenizer.chat_template,
+        is_other = {
+            "vocabulary": words != others,
+            "end token": own.eos_token_id != tokenizer.eos_token_id,
+            "chat template": own.chat_template != tokenizer.chat_template,
         }
-        return [what for what, is_same in same.items() if not is_same]
+        return [name for name, differs in is_other.items() if differs]
 
 
 class NoTokenizer(ChatTokenizer):
@@ -280,6 +271,7 @@ class NoTokenizer(ChatTokenizer):
 
     def __init__(self) -> None:
         self.end_ids = frozenset()
+        self._special_texts = re.compile(r"(?!)")
 
     def render_text(
         self,
@@ -288,18 +280,13 @@ class NoTokenizer(ChatTokenizer):
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        parts: list[tuple[str, Any, Iterable[Any]]] = [("tools", tools, ())] if tools else []
-        parts += [(one["role"], one.get("content") or "", one.get("tool_calls") or ()) for one in messages]
-        text = "".join(
-            f"<|{role}|>\n{''.join(map(_as_text, (content, *calls)))}\n" for role, content, calls in parts
-        )
+        parts: list[tuple[str, list[Any]]] = [("tools", [tools])] if tools else []
+        for message in messages:
+            parts.append(
+                (message["role"], [message.get("content") or "", *(message.get("tool_calls") or ())])
+            )
+        text = "".join(f"<|{role}|>\n{''.join(map(_as_text, contents))}\n" for role, contents in parts)
         return text + ("<|assistant|>\n" if add_generation_prompt else "")
-
-    def escape_special_tokens(self, text: str) -> str:
-        return text
-
-    def special_tokens_in(self, text: str) -> set[str]:
-        return set()
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._refuse()) if ids else ""
@@ -339,17 +326,13 @@ def load_tokenizer(
         ConfigError: no tokenizer there, one without a vocabulary, or it has no chat template.
     """
     folder = Path(path).expanduser()
-    if path.startswith((".", "/", "~")) and not folder.is_dir():
+    if folder.is_dir():
+        if not trust_remote_code:
+            _check_files(folder)
+        path = str(folder)
+    elif path.startswith((".", "/", "~")):
         raise ConfigError(f"model folder {path} does not exist (actor_rollout_ref.model.path)")
-    name = str(folder) if folder.is_dir() else path
-    tokenizer = _from_pretrained(name, trust_remote_code)
-    if _is_empty(tokenizer):
-        # transformers makes one without a word when the files with the vocabulary are not there.
-        raise ConfigError(
-            f"the tokenizer at {path!r} has no vocabulary: "
-            f"{_missing_files(folder) or 'its files hold no tokens'}. Put the tokenizer's files there, or "
-            "name a folder that has them by actor_rollout_ref.model.tokenizer_path"
-        )
+    tokenizer = _from_pretrained(path, trust_remote_code)
     if custom_chat_template is not None:
         try:
             tokenizer.chat_template = Path(custom_chat_template).expanduser().read_text("utf-8")
@@ -361,7 +344,17 @@ def load_tokenizer(
             "actor_rollout_ref.model.custom_chat_template=FILE.jinja"
         )
     _check_syntax(tokenizer, custom_chat_template or f"of the tokenizer at {path!r}")
-    return ChatTokenizer(tokenizer, template_kwargs=template_kwargs, end_ids=_generation_end_ids(name))
+    return ChatTokenizer(tokenizer, template_kwargs=template_kwargs, end_ids=_generation_end_ids(path))
+
+
+def _check_files(folder: Path) -> None:
+    """Refuses a folder without a vocabulary: transformers makes an empty tokenizer of it without a word."""
+    names = {path.name for path in folder.iterdir()}
+    if not names & {*_VOCABULARY_FILES} and not any(name.endswith((".model", ".tiktoken")) for name in names):
+        raise ConfigError(
+            f"no tokenizer found at {str(folder)!r}: the folder has none of {', '.join(_VOCABULARY_FILES)}; name "
+            "one that has them by actor_rollout_ref.model.tokenizer_path"
+        )
 
 
 def _from_pretrained(path: str, trust_remote_code: bool) -> Any:
@@ -376,7 +369,7 @@ def _from_pretrained(path: str, trust_remote_code: bool) -> Any:
         is_plain = Path(path).is_dir() and not trust_remote_code
         tokenizer = tokenizer_cache.load(Path(path), make) if is_plain else make()
     except Exception as error:
-        reason = _missing_files(Path(path)) or str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
             f"no tokenizer found at {path!r}: {reason.rstrip('.')}. actor_rollout_ref.model.path (or tokenizer_path) "
             "must be a folder with tokenizer files, or a hub name that can be reached."
@@ -420,40 +413,13 @@ def _generation_end_ids(path: str) -> list[int]:
     return [i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)]
 
 
-def _is_empty(tokenizer: Any) -> bool:
-    """Whether it has no tokens but special ones, or makes nothing of text."""
-    chat = ChatTokenizer(tokenizer)
-    ids = chat.encode(_PROBE)
-    if chat.decode(ids).strip():
-        return False
-    special = {
-        *map(str, tokenizer.added_tokens_decoder.values()),
-        *tokenizer.convert_ids_to_tokens(tokenizer.all_special_ids),
-    }
-    # sentencepiece's mark of a space is there without a vocabulary, too
-    return not ids or not any(
-        token.strip("\u2581 ") for token in tokenizer.get_vocab() if token not in special
-    )
-
-
-def _missing_files(folder: Path) -> str:
-    """What a local folder lacks; nothing if it has a vocabulary, or is no folder."""
-    if not folder.is_dir():
-        return ""
-    names = {path.name for path in folder.iterdir()}
-    if names & set(_VOCABULARY_FILES) or any(name.endswith((".model", ".tiktoken")) for name in names):
-        return ""
-    return f"the folder has none of {', '.join(_VOCABULARY_FILES)}"
-
-
 def _texts(value: Any) -> Iterator[str]:
     """All texts in messages or tools, but for images."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         if value.get("type") != "image_url":
-            for inner in value.values():
-                yield from _texts(inner)
+            yield from _texts(list(value.values()))
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _texts(inner)

@@ -8,12 +8,12 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.chat.token_text import TokenText
+from rollstream.chat.token_text import read_token_text
 from rollstream.demo import MODEL_PATH
 from rollstream.view.tokens import encode_tokens
 
 _IDS = st.lists(st.integers(-5, 2**31 - 1), max_size=12)
-_TEXT = TokenText((MODEL_PATH / "tokenizer.json").read_bytes())
+_TEXT = read_token_text(MODEL_PATH)
 
 
 def decoded(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray[Any, Any]]]:
