@@ -136,6 +136,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("repeat", type=int, nargs="?", default=0)
     parser.add_argument("--trajectory", type=int, help="one of several trajectories (default: the final one)")
     parser.add_argument("--tokens", action="store_true", help="every token with its mask and log-prob")
+    _add_scores(parser)
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
@@ -344,7 +345,7 @@ def _merge(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     from rollstream.store.run import Run
 
-    found = Run.open(options.run_dir).find(options.index, options.repeat, options.trajectory)
+    found = Run.open(options.run_dir, options.scores).find(options.index, options.repeat, options.trajectory)
     if options.json:
         print(orjson.dumps(found.row, option=orjson.OPT_INDENT_2).decode())
         return 0

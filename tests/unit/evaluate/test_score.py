@@ -85,6 +85,11 @@ def everywhere(root: Path, tmp_path: Path, scores: str | None = None) -> dict[st
         "export": [line["reward"] for line in lines if not line["is_snapshot"]],
         "eval": read.samples.reward.tolist(),
         "view": [reward for *_, reward in sorted(zip(*finals, strict=True))],
+        "show": [
+            Run.open(root, scores).find(line["index"], line["repeat"]).row["reward"]
+            for line in lines
+            if not line["is_snapshot"]
+        ],
     }
     assert read_status(root, scores).mean_reward == pytest.approx(np.mean(found["eval"]))
     return found
