@@ -38,9 +38,7 @@ class Server:
         port: 0 takes a free one.
         max_queue: samples in flight at most.
         weights: folders below which clients may name weights.
-        api_key: what clients have to show; None asks for none.
-        allowed_hosts: further names of this server, as clients write them.
-        insecure: listens beyond loopback also without a key.
+        access: who may use it.
     """
 
     def __init__(
@@ -52,28 +50,25 @@ class Server:
         port: int = 30000,
         max_queue: int = 8192,
         weights: Iterable[Path] = (),
-        api_key: str | None = None,
-        allowed_hosts: Iterable[str] = (),
-        insecure: bool = False,
+        access: Access | None = None,
     ) -> None:
         self._service = EngineService(engine, max_queue=max_queue, model_path=model.path)
         self._answered: Counter[tuple[str, int]] = Counter()
         routes = [
             *NativeRoutes(model, self._service).routes(),
             *OpenAIRoutes(model, self._service).routes(),
-            *ControlRoutes(model, self._service, self._answered, weights).routes(),
+            *ControlRoutes(model, self._service, self._answered, tuple(weights)).routes(),
         ]
         self._web = WebServer(
             # A client that goes away aborts its request.
             (replace(route, cancel_when_gone=True) for route in routes),
-            access=Access(api_key, allowed_hosts=frozenset(allowed_hosts), insecure=insecure),
+            access=access or Access(),
             limits=Limits(max_body=MAX_BODY, max_connections=max_queue + _SPARE_CONNECTIONS),
             translate=refusal_of,
             render_error=render_error,
             on_answer=self._count,
         )
-        self._host = host
-        self._port = port
+        self._host, self._port = host, port
 
     def _count(self, route: Route | None, status: int, seconds: float) -> None:
         # Paths that nobody knows share a label: clients could make any number of them.
@@ -85,11 +80,7 @@ class Server:
         return self._web.url
 
     async def start(self) -> str:
-        """Begins to listen; returns the URL.
-
-        Raises:
-            ConfigError: the address cannot be used.
-        """
+        """Begins to listen; returns the URL. Raises `ConfigError`: the address cannot be used."""
         return await self._web.start(self._host, self._port)
 
     async def stop(self) -> None:

@@ -3,23 +3,36 @@
 Source: https://docs.sglang.io/basic_usage/native_api.html and advanced_features/sglang_for_rl.html.
 """
 
+import uuid
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
 
 import rollstream
-from rollstream.chat.wires.requests import RequestError, read_object, read_parameters, request_object
+from rollstream.chat.wires.requests import (
+    RequestError,
+    read_object,
+    read_parameters,
+    refusal_of,
+    request_object,
+)
 from rollstream.errors import EngineError, RollstreamError
 from rollstream.metrics_text import family, metrics_page
 from rollstream.serving.model import ServedModel
 from rollstream.serving.service import EngineService
-from rollstream.web import HTTPError, Request, Route, json_response, weights_below
+from rollstream.trajectory import SamplingParams
+from rollstream.web import Request, Route, json_response, weights_below
+
+Version = (
+    Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,18}\Z")] | Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+)
+"""A number, or its digits: it is stored with each token."""
 
 
 class _Abort(msgspec.Struct):
@@ -28,12 +41,12 @@ class _Abort(msgspec.Struct):
 
 
 class _Pause(msgspec.Struct):
-    mode: str = "abort"
+    mode: Literal["abort"] = "abort"
 
 
 class _WeightUpdate(msgspec.Struct):
     model_path: str
-    weight_version: str | int | None = None
+    weight_version: Version | None = None
     abort_all_requests: bool = False
 
 
@@ -53,30 +66,19 @@ _AS_OTHERS_SAY = {
 """What clients of those servers read, see `engine.load`."""
 
 
+@dataclass(frozen=True)
 class ControlRoutes:
-    """The handlers.
+    """The handlers."""
 
-    Args:
-        model: what is served.
-        service: its engine.
-        answered: HTTP requests by route and status.
-        weights: folders below which clients may name weights.
-    """
-
-    def __init__(
-        self,
-        model: ServedModel,
-        service: EngineService,
-        answered: Counter[tuple[str, int]],
-        weights: Iterable[Path],
-    ) -> None:
-        self._model = model
-        self._service = service
-        self._answered = answered
-        self._weights = tuple(weights)
+    model: ServedModel
+    service: EngineService
+    answered: Counter[tuple[str, int]]
+    """HTTP requests by route and status."""
+    weights: Collection[Path]
+    """Folders below which clients may name weights."""
 
     def routes(self) -> list[Route]:
-        """What goes where. Load balancers and monitoring have no key; as in SGLang."""
+        """Load balancers and monitoring have no key, as in SGLang."""
         return [
             Route("GET", "/health", self.health, open=True),
             Route("GET", "/health_generate", self.health_generate, open=True),
@@ -95,62 +97,55 @@ class ControlRoutes:
 
     async def health(self, request: Request) -> web.Response:
         """200 when a request sent now would be served, else 503; starts an engine that died again."""
-        return web.Response(status=200 if await self._service.health() else 503)
+        return web.Response(status=200 if await self.service.health() else 503)
 
     async def health_generate(self, request: Request) -> web.Response:
-        """The same, by sampling a token."""
+        """The same, by sampling a token from the engine inside: also during a pause."""
+        trial = SamplingParams(max_tokens=1, temperature=0.0, logprobs=False)
         try:
-            if await self._service.health():
-                await self._service.try_out()
-                return web.Response()
+            if is_well := await self.service.health():
+                await self.service.engine.engine.generate([0], trial, request_id=f"health-{uuid.uuid4().hex}")
         except EngineError:
-            pass
-        return web.Response(status=503)
+            is_well = False
+        return web.Response(status=200 if is_well else 503)
 
     async def model_info(self, request: Request) -> web.Response:
-        """What clients ask about the weights."""
-        return json_response(
-            {
-                **self._describe(),
-                "is_generation": True,
-                "has_image_understanding": False,
-            }
-        )
+        more = {"is_generation": True, "has_image_understanding": False, "has_audio_understanding": False}
+        return json_response(self._describe() | more)
 
     async def server_info(self, request: Request) -> web.Response:
         """What SGLang's clients ask for, and what the engine can."""
-        capabilities = self._service.capabilities
+        capabilities = self.service.capabilities
         return json_response(
             {
                 **self._describe(),
-                "served_model_name": self._model.name,
-                "context_length": capabilities.max_model_len,
+                "served_model_name": self.model.name,
+                "context_length": self.service.limit,
                 # SGLang's words: seeds are honoured, and stop strings are not found.
                 "enable_deterministic_inference": capabilities.seeds,
                 "skip_tokenizer_init": not capabilities.stop_strings,
                 "version": f"rollstream {rollstream.__version__}",
-                "status": "paused" if self._service.paused else "ready",
-                "engine": self._model.engine,
+                "status": "paused" if self.service.engine.paused else "ready",
+                "engine": self.model.engine,
                 "capabilities": asdict(capabilities),
             }
         )
 
     def _describe(self) -> dict[str, Any]:
         return {
-            "model_path": self._service.model_path,
-            "tokenizer_path": self._model.path,
-            "weight_version": str(self._service.weight_version),
-            "vocab_size": self._service.capabilities.vocab_size,
+            "model_path": self.service.model_path,
+            "tokenizer_path": self.model.path,
+            "weight_version": str(self.service.weight_version),
+            "vocab_size": self.service.capabilities.vocab_size,
         }
 
     async def weight_version(self, request: Request) -> web.Response:
-        """The version of answers that begin now."""
-        return json_response({"weight_version": str(self._service.weight_version)})
+        return json_response({"weight_version": str(self.service.weight_version)})
 
     async def load(self, request: Request) -> web.Response:
         """How much there is to do; a list, since SGLang has one entry for each data-parallel rank."""
-        load = await self._service.load()
-        running, waiting = self._service.running, self._service.waiting
+        load = await self.service.engine.load()
+        running, waiting = self.service.running, self.service.waiting
         queued = min(load.queued, running) if load is not None else 0
         return json_response(
             [{"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting + queued}]
@@ -160,64 +155,59 @@ class ControlRoutes:
         """Ends one request or all; one that is not in flight may just have ended."""
         asked = await request_object(request, partial(read_parameters, kind=_Abort, harmless=_ABORT_WORDS))
         if asked.abort_all or asked.rid:
-            await self._service.abort(None if asked.abort_all else asked.rid)
+            await self.service.abort(None if asked.abort_all else asked.rid)
         return web.Response()
 
     async def flush_cache(self, request: Request) -> web.Response:
         """Nothing to do without a prefix cache; engines cannot empty one while they run."""
-        if self._model.keeps_prefixes:
+        if self.model.keeps_prefixes:
             raise RequestError("this engine has a prefix cache and cannot flush it", code="unsupported")
         return web.Response(text="There is no prefix cache to flush.\n")
 
     async def pause(self, request: Request) -> web.Response:
         """Aborts what is in flight and holds back what comes."""
-        body = await request.body()
-        asked = read_parameters(read_object(body) if body.strip() else {}, _Pause)
-        if asked.mode != "abort":
-            raise RequestError(f"mode {asked.mode!r} is not supported, but 'abort'", param="mode")
-        await self._service.pause()
+        read_parameters(read_object(await request.body() or b"{}"), _Pause)
+        await self.service.engine.pause()
         return json_response({"message": "Generation paused.", "status": "ok"})
 
     async def resume(self, request: Request) -> web.Response:
-        """Ends a pause."""
-        self._service.resume()
+        self.service.engine.resume()
         return json_response({"message": "Generation continues.", "status": "ok"})
 
     async def update_weights(self, request: Request) -> web.Response:
-        """Loads weights from below the operator's folders; 400 from an engine that cannot.
+        """Loads weights from below the operator's folders.
 
         What is in flight goes on with the new weights, or returns what it has with `abort_all_requests`.
         """
         read = partial(read_parameters, kind=_WeightUpdate, harmless=_UPDATE_WORDS, neutral=_UPDATE_NEUTRAL)
         asked = await request_object(request, read)
         try:
-            folder = str(weights_below(self._weights, asked.model_path))
-            version = _version(asked.weight_version)
+            folder = str(weights_below(self.weights, asked.model_path))
             if asked.abort_all_requests:
-                await self._service.abort()
-            version = await self._service.update_weights(folder, version)
+                await self.service.abort()
+            version = None if asked.weight_version is None else int(asked.weight_version)
+            version = await self.service.update_weights(folder, version)
         except RollstreamError as error:
             # SGLang's shape, with OpenAI's beside it.
             body = {"success": False, "message": str(error), "error": {"message": str(error)}}
-            return json_response(body, error.status if isinstance(error, HTTPError) else 400)
+            refusal = refusal_of(error)
+            return json_response(body, 500 if refusal is None else refusal.status)
         body = {"success": True, "message": f"weights loaded, version {version}", "num_paused_requests": 0}
         return json_response(body)
 
     async def metrics(self, request: Request) -> web.Response:
         """For Prometheus. What the engine does not say of its load, or a part of it, is not there."""
-        service, load = self._service, await self._service.load()
+        service, load = self.service, await self.service.engine.load()
         finished: dict[tuple[str, ...], float] = {
-            (reason,): number for reason, number in service.finished.items()
+            (reason,): count for reason, count in service.finished.items()
         }
         answered: dict[tuple[str, ...], float] = {
-            (route, str(status)): number for (route, status), number in self._answered.items()
+            (route, str(status)): count for (route, status), count in self.answered.items()
         }
         families = [
             family("rollstream_samples_running", "Samples that the engine has", service.running),
-            family(
-                "rollstream_samples_waiting", "Samples held back by a pause or an outage", service.waiting
-            ),
-            family("rollstream_paused", "1 during a pause", int(service.paused)),
+            family("rollstream_samples_waiting", "Samples that a pause or an outage holds", service.waiting),
+            family("rollstream_paused", "1 during a pause", int(service.engine.paused)),
             family("rollstream_weight_version", "Version of the weights", service.weight_version),
             family("rollstream_samples_total", "Samples by finish reason", finished, ["finish_reason"]),
             family("rollstream_prompt_tokens_total", "Tokens of finished prompts", service.prompt_tokens),
@@ -235,15 +225,3 @@ class ControlRoutes:
                 value += service.waiting if part == "queued" else 0
                 families += [family(name, part, value) for name in names]
         return web.Response(body=metrics_page(families), content_type="text/plain")
-
-
-def _version(asked: str | int | None) -> int | None:
-    if asked is None:
-        return None
-    text = str(asked)
-    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < 2**63):  # as it is stored
-        raise RequestError(
-            f"weight_version {asked!r} must be a number from 0 to 2**63 - 1: it is stored with each token",
-            param="weight_version",
-        )
-    return int(text)

@@ -22,32 +22,27 @@ ENGINES = ("openvino", "hf")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `serve`."""
-    parser.add_argument(
-        "--model", metavar="PATH", help="folder of the model (default: the shipped demo model)"
-    )
-    parser.add_argument("--engine", choices=ENGINES, default="openvino")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument(
-        "--port", type=int, default=30000, help="0 takes a free one (default: %(default)s, as SGLang)"
-    )
-    parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="prompt plus response at most")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model", metavar="PATH", help="folder of the model (default: the shipped demo model)")
+    add("--engine", choices=ENGINES, default="openvino")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=30000, help="0 takes a free one (default: %(default)s, as SGLang)")
+    add("--max-model-len", type=int, metavar="TOKENS", help="prompt plus response at most")
+    add(
         "--engine-kwargs",
         nargs="+",
         default=[],
         metavar="k=v",
         help="settings of the engine: docs/engines.md",
     )
-    parser.add_argument(
-        "--served-model-name", metavar="NAME", help="what clients call it (default: the folder's name)"
-    )
-    parser.add_argument(
+    add("--served-model-name", metavar="NAME", help="what clients call it (default: the folder's name)")
+    add(
         "--tool-parser",
         default="hermes",
         metavar="NAME",
         help="how the model writes tool calls: docs/parsers.md",
     )
-    parser.add_argument(
+    add(
         "--weights",
         type=Path,
         nargs="+",
@@ -56,38 +51,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder below which POST /update_weights_from_disk may name weights (default: it names none)",
     )
-    parser.add_argument(
+    add(
         "--max-queue",
         type=int,
         default=8192,
         metavar="N",
         help="samples in flight at most, more are answered 503 (default: %(default)s)",
     )
-    parser.add_argument(
-        "--api-key-env", metavar="NAME", help="environment variable with the key that clients have to show"
-    )
-    parser.add_argument(
+    add("--api-key-env", metavar="NAME", help="environment variable with the key that clients have to show")
+    add(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
         help="a further name of this server, as clients without a key write it; may be given again",
     )
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help="listen also without a key where other machines can reach it",
-    )
-    parser.add_argument(
+    add("--insecure", action="store_true", help="listen also without a key where other machines can reach it")
+    add(
         "--log-dir",
         type=Path,
         metavar="DIR",
         help="where the engine writes its log (default: a temporary folder)",
     )
-    parser.add_argument(
-        "--exit-with-parent", action="store_true", help="end when the process that started this one ends"
-    )
-    parser.add_argument("--json", action="store_true", help='print {"url", "pid", "model"} when ready')
+    add("--exit-with-parent", action="store_true", help="end when the process that started this one ends")
+    add("--json", action="store_true", help='print {"url", "pid", "model"} when ready')
 
 
 def run(options: argparse.Namespace) -> int:

@@ -5,8 +5,8 @@ Source: https://docs.sglang.io/basic_usage/native_api.html and sampling_params.h
 
 import time
 import uuid
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -64,114 +64,108 @@ class _NativeSampling(Sampling):
     skip_special_tokens: bool = True
 
 
+@dataclass(frozen=True)
 class NativeRoutes:
     """The handler."""
 
-    def __init__(self, model: ServedModel, service: EngineService) -> None:
-        self._model = model
-        self._service = service
+    model: ServedModel
+    service: EngineService
 
     def routes(self) -> list[Route]:
-        """What goes where."""
         return [Route("POST", "/generate", self.generate)]
 
     async def generate(self, request: Request) -> web.Response:
         """Answers a request; the engine gives whole completions, so a stream has one event for each."""
         began = time.monotonic()
-        read = partial(read_parameters, kind=NativeRequest, harmless=_HARMLESS, neutral=_NEUTRAL)
-        asked = await request_object(request, read)
-        group, requests, skips, is_list = await self._read(asked)
-        completions = await self._service.generate(group, requests)
-        scores = [await self._score(sample) for sample in requests]
+        asked, prompts, is_list = await request_object(request, self._read)
+        answers = await self.service.generate(self._requests(asked, prompts, is_list))
+        scores = [await self._score(sample) for sample, _ in answers]
         seconds = time.monotonic() - began
         replies = [
-            self._reply(sample, completion, asked, prompt, skip_special_tokens=skip, seconds=seconds)
-            for sample, completion, prompt, skip in zip(requests, completions, scores, skips, strict=True)
+            self._reply(sample, completion, asked, scored, seconds)
+            for (sample, completion), scored in zip(answers, scores, strict=True)
         ]
+        is_list = is_list or len(replies) > 1
         if not asked.stream:
             return json_response(replies if is_list else replies[0])
         events = [{**reply, "index": at} for at, reply in enumerate(replies)] if is_list else replies
         return web.Response(body=event_stream(events), content_type="text/event-stream")
 
-    async def _read(self, asked: NativeRequest) -> tuple[str, list[EngineRequest], list[bool], bool]:
-        """What is asked of the engine.
-
-        Returns:
-            a name for all, a request for each sample, for each whether its text leaves special tokens out, and
-            whether the answer is a list.
-        """
+    def _read(self, body: dict[str, Any]) -> tuple[NativeRequest, list[list[int]], bool]:
+        """The request, the ids of its prompts, and whether they are a list."""
+        asked = read_parameters(body, NativeRequest, harmless=_HARMLESS, neutral=_NEUTRAL)
         if (asked.text is None) == (asked.input_ids is None):
             raise RequestError("give either text or input_ids", param="input_ids")
-        limit, most = self._service.capabilities.max_model_len, self._service.max_queue
-        if asked.text is not None:
-            prompts, many = await self._model.read_prompts(asked.text, "text", limit, most=most)
-        else:
-            prompts, many = await self._model.read_prompts(
-                asked.input_ids, "input_ids", limit, most=most, texts=False
-            )
-        count = len(prompts)
+        texts = asked.text is not None
+        prompts, many = self.model.read_prompts(
+            asked.text if texts else asked.input_ids,
+            "text" if texts else "input_ids",
+            self.service.limit,
+            most=self.service.max_queue,
+            texts=texts,
+        )
+        return asked, prompts, many
+
+    def _requests(
+        self, asked: NativeRequest, prompts: list[list[int]], is_list: bool
+    ) -> Iterator[EngineRequest]:
+        """A request for each sample of each prompt."""
+        capabilities, count = self.service.capabilities, len(prompts)
         group = asked.rid if isinstance(asked.rid, str) and asked.rid else uuid.uuid4().hex
-        names = asked.rid if isinstance(asked.rid, list) else [f"{group}_{at}" for at in range(count)]
-        requests: list[EngineRequest] = []
-        skips: list[bool] = []
+        names = [f"{group}_{at}" for at in range(count)] if is_list else [group]
         for prompt, name, params, logprobs, start in zip(
             prompts,
-            _for_each(names if many or asked.rid is names else [group], count, "rid"),
+            _for_each(asked.rid if isinstance(asked.rid, list) else names, count, "rid"),
             _for_each(asked.sampling_params, count, "sampling_params"),
             _for_each(asked.return_logprob, count, "return_logprob"),
             _for_each(asked.logprob_start_len, count, "logprob_start_len"),
             strict=True,
         ):
-            scored = logprobs and 0 <= start < len(prompt) - 1
-            if scored and not self._service.capabilities.scores:
+            how = read_parameters(
+                params, _NativeSampling, neutral=_NEUTRAL_SAMPLING, where="sampling_params."
+            )
+            sampling = build_sampling(how, capabilities, max_tokens=_MAX_TOKENS, logprobs=logprobs)
+            is_scored = logprobs and 0 <= start < len(prompt) - 1
+            if is_scored and not capabilities.scores:
                 raise RequestError(
                     "this engine gives log-probs of sampled tokens only: leave logprob_start_len out",
                     param="logprob_start_len",
                 )
-            one = read_parameters(
-                params, _NativeSampling, neutral=_NEUTRAL_SAMPLING, where="sampling_params."
-            )
-            sampling = build_sampling(
-                one, self._service.capabilities, max_tokens=_MAX_TOKENS, logprobs=logprobs
-            )
-            self._service.check_count(len(requests) + one.n)
-            scored_from = start if scored else None
-            requests += [
-                replace(sample, scored_from=scored_from) for sample in samples(name, prompt, sampling, one.n)
-            ]
-            skips += [one.skip_special_tokens] * one.n
-            many = many or one.n > 1
-        return group, requests, skips, many
+            for sample in samples(name, prompt, sampling, how.n):
+                sample.skip_special_tokens = how.skip_special_tokens
+                sample.scored_from = start if is_scored else None
+                yield sample
 
-    async def _score(self, request: EngineRequest) -> list[tuple[float | None, int, None]]:
+    async def _score(self, sample: EngineRequest) -> list[tuple[float | None, int, None]]:
         """The prompt's log-probs as SGLang has them: ids from `scored_from` on, the first of them without one."""
-        if request.scored_from is None:
+        start = sample.scored_from
+        if start is None:
             return []
-        ids = request.prompt_ids[request.scored_from :]
-        scores = await self._service.score(request.prompt_ids, request.scored_from + 1)
-        return [(score, token, None) for score, token in zip([None, *scores], ids, strict=True)]
+        scores = await self.service.engine.score(sample.prompt_ids, start + 1)
+        return [
+            (score, token, None)
+            for score, token in zip([None, *scores], sample.prompt_ids[start:], strict=True)
+        ]
 
     def _reply(
         self,
-        request: EngineRequest,
+        sample: EngineRequest,
         completion: Completion,
         asked: NativeRequest,
         prompt_logprobs: list[tuple[float | None, int, None]],
-        *,
-        skip_special_tokens: bool,
         seconds: float,
     ) -> dict[str, Any]:
         ids = completion.token_ids
-        read = self._model.read(completion, request.sampling, skip_special_tokens=skip_special_tokens)
+        read = self.model.read(completion, sample.sampling, skip_special_tokens=sample.skip_special_tokens)
         ends: dict[str, dict[str, Any]] = {
             "stop": {"type": "stop", "matched": read.matched},
             "length": {"type": "length", "length": len(ids)},
             "abort": {"type": "abort", "message": "the request was aborted"},
         }
         meta: dict[str, Any] = {
-            "id": request.request_id,
+            "id": sample.request_id,
             "finish_reason": ends[completion.finish_reason],
-            "prompt_tokens": len(request.prompt_ids),
+            "prompt_tokens": len(sample.prompt_ids),
             "completion_tokens": len(ids),
             "cached_tokens": completion.cached_prompt_tokens,
             "weight_version": str(completion.policy_versions[-1][1]),
@@ -180,7 +174,7 @@ class NativeRoutes:
         if len(completion.policy_versions) > 1:
             meta["weight_versions"] = completion.policy_versions
         if completion.logprobs is not None:
-            texts = self._model.token_texts(ids) if asked.return_text_in_logprobs else [None] * len(ids)
+            texts = self.model.token_texts(ids) if asked.return_text_in_logprobs else [None] * len(ids)
             meta["input_token_logprobs"] = prompt_logprobs
             meta["output_token_logprobs"] = list(zip(completion.logprobs, ids, texts, strict=True))
         return {"text": read.text, "output_ids": ids, "meta_info": meta}

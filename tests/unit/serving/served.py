@@ -87,12 +87,18 @@ async def _body(response: aiohttp.ClientResponse) -> Any:
     return await response.text()
 
 
+async def server_of(engine: ScriptedEngine, model: ServedModel | None = None, **kwargs: Any) -> Server:
+    if engine.capabilities.max_model_len is None:  # an embedded engine says it
+        engine.capabilities = replace(engine.capabilities, max_model_len=4096)
+    await engine.start()
+    return Server(engine, model or served_model(), **{"port": 0, **kwargs})
+
+
 @asynccontextmanager
 async def serving(
     engine: ScriptedEngine, model: ServedModel | None = None, **kwargs: Any
 ) -> AsyncIterator[Client]:
-    await engine.start()
-    async with Server(engine, model or served_model(), port=0, **kwargs) as server:
+    async with await server_of(engine, model, **kwargs) as server:
         client = Client(server.url)
         try:
             yield client

@@ -116,7 +116,7 @@ async def test_a_plain_chat_answer() -> None:
         answer = await client.answer(CHAT, body)
     prompt_ids = tokenizer().render(QUESTION)
     (request,) = engine.requests
-    assert (request.prompt_ids, request.sampling.max_tokens) == (prompt_ids, 1024)  # the engine has no limit
+    assert (request.prompt_ids, request.sampling.max_tokens) == (prompt_ids, 4096 - len(prompt_ids))
     completion = engine.completions[0][1]
     (choice,) = answer["choices"]
     assert choice["message"] == {"role": "assistant", "content": "5"}
