@@ -15,8 +15,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PROBE_S = 0.2
 _PROBE_S_MAX = 1.0
-"""Between probes; also the longest that a returned engine waits for work. With the probe itself and the first
-answers, work goes on as before within two seconds of the return."""
+"""Between probes; also the longest that a returned engine waits for work."""
 
 _QUIET_S = 10.0
 """After a return that held this long, the next outage is a new one: pauses begin short again."""
@@ -27,12 +26,13 @@ class EngineAvailability:
 
     def __init__(self, engine: Engine, *, timeout: float) -> None:
         """`timeout`: seconds without an engine after which waiting ends with `EngineLostError`."""
+        self.returns = 0
+        """How often the engine has come back. Read it before asking the engine, and give it to `mark_away`."""
         self._engine = engine
         self._timeout = timeout
         self._probing = asyncio.Lock()
         self._away_because: EngineUnavailableError | None = None
         self._away_since = 0.0
-        self._returns = 0
         self._returned_at = -_QUIET_S
         self._pause = _FIRST_PROBE_S
 
@@ -41,14 +41,9 @@ class EngineAvailability:
         """Whether the engine is believed to be there."""
         return self._away_because is None
 
-    @property
-    def returns(self) -> int:
-        """How often the engine has come back. Read it before asking the engine, and give it to `mark_away`."""
-        return self._returns
-
     def mark_away(self, error: EngineUnavailableError, returns: int) -> None:
         """The engine was not there. A report from before its last return changes nothing."""
-        if self._away_because is None and returns == self._returns:
+        if self._away_because is None and returns == self.returns:
             self._away_because = error
             self._away_since = time.monotonic()
             if self._away_since - self._returned_at > _QUIET_S:
@@ -69,29 +64,27 @@ class EngineAvailability:
                     # not be asked in a hot loop.
                     await asyncio.sleep(self._pause)
                     self._pause = min(self._pause * 2, _PROBE_S_MAX)
-                    if await self._probe():
-                        break
-                    away = time.monotonic() - self._away_since
-                    if away > self._timeout:
-                        raise EngineLostError(
-                            f"the engine has been away for {away:.0f} s (generation.engine_timeout is "
-                            f"{self._timeout:g}): {self._away_because}. What is done is safe; bring the engine "
-                            "back and run the same command again."
-                        ) from self._away_because
+                    await self._probe(self._away_because)
 
-    async def _probe(self) -> bool:
-        remaining = max(1.0, self._away_since + self._timeout - time.monotonic())
+    async def _probe(self, cause: EngineUnavailableError) -> None:
+        deadline = self._away_since + self._timeout
         try:
-            async with asyncio.timeout(remaining):
+            async with asyncio.timeout(max(1.0, deadline - time.monotonic())):
                 healthy = await self._engine.health()
         except EngineLostError:
             raise
         except Exception as error:
             logger.info("engine probe: %s: %s", type(error).__name__, error)
-            return False
+            healthy = False
+        now = time.monotonic()
         if healthy:
-            logger.warning("the engine is back after %.1f s", time.monotonic() - self._away_since)
+            logger.warning("the engine is back after %.1f s", now - self._away_since)
             self._away_because = None
-            self._returns += 1
-            self._returned_at = time.monotonic()
-        return healthy
+            self.returns += 1
+            self._returned_at = now
+        elif now > deadline:
+            raise EngineLostError(
+                f"the engine has been away for {now - self._away_since:.0f} s (generation.engine_timeout is "
+                f"{self._timeout:g}): {cause}. What is done is safe; bring the engine back and run the same "
+                "command again."
+            ) from cause

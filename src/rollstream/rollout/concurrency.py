@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rollstream.engine.base import EngineLoad
-from rollstream.engine.load import Counts, ask_load
+from rollstream.engine.load import ask_load
+from rollstream.rollout.stats import WorkerStats
 
 logger = logging.getLogger(__name__)
 
@@ -243,32 +244,6 @@ class ConcurrencyPolicy:
             self._seen.clear()
 
 
-class ObservedWork(Protocol):
-    """What the controller looks at: all workers as one (`WorkerStats`)."""
-
-    @property
-    def engine(self) -> object:
-        """Asked how busy it is, see `ask_load`."""
-        ...
-
-    @property
-    def counts(self) -> Counts: ...
-    @property
-    def calls(self) -> int:
-        """Requests at the engine now."""
-        ...
-
-    @property
-    def is_available(self) -> bool:
-        """Whether the engine is there."""
-        ...
-
-    @property
-    def returns(self) -> int:
-        """Changes whenever the engine has come back."""
-        ...
-
-
 class Window(Protocol):
     """A window whose places are counted: an executor."""
 
@@ -286,10 +261,9 @@ class ConcurrencyController:
         work: what is observed.
     """
 
-    def __init__(self, maximum: int, work: ObservedWork) -> None:
+    def __init__(self, maximum: int, work: WorkerStats) -> None:
         self.policy = ConcurrencyPolicy(maximum)
-        self.changes = 0
-        """How often the cap was changed."""
+        self._changes = 0
         self._work = work
         self._returns = work.returns
 
@@ -300,8 +274,18 @@ class ConcurrencyController:
             load = await ask_load(work.engine)
             # An outage is no evidence, neither while it lasts nor in what was seen before it.
             if work.is_available and work.returns == self._returns:
-                before = self.policy.cap
-                window.cap = self.policy.observe(self._observation(window, load))
+                before, counts = self.policy.cap, work.counts
+                observation = Observation(
+                    at=time.monotonic(),
+                    in_flight=window.in_flight,
+                    calls=work.calls,
+                    finished=counts.finished,
+                    overloads=counts.overloads,
+                    # A rollout that hangs in a tool says nothing about the engine.
+                    timeouts=min(counts.timeouts, counts.cut_off),
+                    load=load,
+                )
+                window.cap = self.policy.observe(observation)
                 if window.cap != before:
                     self._log(before)
             else:
@@ -309,23 +293,8 @@ class ConcurrencyController:
                 self.policy.interrupt()
             await asyncio.sleep(EVERY_S)
 
-    def _observation(self, window: Window, load: EngineLoad | None) -> Observation:
-        counts = self._work.counts
-        return Observation(
-            at=time.monotonic(),
-            in_flight=window.in_flight,
-            calls=self._work.calls,
-            finished=counts.finished,
-            overloads=counts.overloads,
-            # A rollout that hangs in a tool says nothing about the engine.
-            timeouts=min(counts.timeouts, counts.cut_off),
-            load=load,
-        )
-
     def _log(self, before: int) -> None:
-        self.changes += 1
-        level = logging.INFO if self.changes <= _LOGGED else logging.DEBUG
+        self._changes += 1
+        level = logging.INFO if self._changes <= _LOGGED else logging.DEBUG
         policy = self.policy
         logger.log(level, "%d rollouts in flight at most, %d before: %s", policy.cap, before, policy.reason)
-        if self.changes == _LOGGED:
-            logger.info("further changes of the cap are logged at log_level=debug")

@@ -44,9 +44,6 @@ _FIRST_WORKER_S = 1200.0
 _EXPECTED_S = 30.0
 """A worker that takes longer to come has no places kept free for it: there may be no room for it."""
 
-_SAY_EVERY_S = 10.0
-"""Between lines about a worker that has not come yet, until the first one has."""
-
 _SILENCE_S = 60.0
 """Beyond the time limit of an attempt: a worker that reports nothing for so long hangs for good, since
 whatever holds up its event loop holds up the limit as well."""
@@ -66,7 +63,6 @@ _OUTAGE_PAUSE_S = 5.0
 _FIRST_RESTART_S = 0.5
 _RESTART_S_MAX = 30.0
 _MOST_FAILED_STARTS = 5
-"""As for launched servers: a worker that cannot start so often in a row is given up."""
 
 
 class WorkerDiedError(RollstreamError):
@@ -80,26 +76,20 @@ class WorkerHandle(Protocol):
         """Makes the worker; returns its process id. Raises what `WorkerRecipe.build` raises."""
         ...
 
-    async def give(self, items: Sequence[WorkItem]) -> None:
-        """Hands rollouts over."""
-        ...
-
+    async def give(self, items: Sequence[WorkItem]) -> None: ...
     def reports(self) -> AsyncGenerator[WorkerReport, None]:
-        """Yields what the worker says. Ends by raising what ended the worker."""
+        """Ends by raising what ended the worker."""
         ...
 
     async def follow(self, urls: Sequence[str]) -> None:
-        """Says that the engine's servers are others now."""
+        """The engine's servers are others now."""
         ...
 
     async def drop(self) -> None:
-        """Has what is in flight cut off."""
+        """Cuts off what is in flight."""
         ...
 
-    async def close(self) -> None:
-        """Lets the worker release what it has."""
-        ...
-
+    async def close(self) -> None: ...
     def kill(self) -> None:
         """Ends the worker now. Idempotent; never raises."""
         ...
@@ -117,14 +107,6 @@ class WorkerBackend(Protocol):
         """A new worker, not started. Raises `ConfigError` when its options are refused."""
         ...
 
-    async def waits_for_room(self, handle: Any) -> bool:
-        """Whether a worker that has not started yet has no place to run."""
-        ...
-
-    def describe_room(self) -> str:
-        """What there is and what a worker asks for, for messages; without secrets."""
-        ...
-
 
 class Sink(Protocol):
     """Makes results durable: a `StoreWriter`, a rollout buffer."""
@@ -136,13 +118,11 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class WindowCounters:
-    """What the executor holds and what went through."""
+    """What the executor holds, and what of it is durable."""
 
     in_flight: int = 0
     completed: int = 0
-    """Durable rollouts of this executor."""
     failed: int = 0
-    """Durable failures of this executor."""
     dropped: int = 0
     """Rollouts in flight that were cut off by a stop; owed again."""
 
@@ -169,9 +149,9 @@ class FailureStreak:
 
     def failed(self, failure: Failure) -> bool:
         """Counts a failure; whether it is hopeless now."""
+        self.count += 1
         if not self._limit:
             return False
-        self.count += 1
         self._causes.add(failure_cause(failure.error))
         self._indices.add(failure.index)
         if len(self._causes) > 1:
@@ -184,14 +164,15 @@ class _Slot:
     """A number that a worker has, and others after it."""
 
     number: int
-    waiting_since: float
+    waiting_since: float = field(default_factory=time.monotonic)
     """Since when no worker has it."""
     restarts: Restarts = field(
         default_factory=lambda: Restarts(
             first=_FIRST_RESTART_S, longest=_RESTART_S_MAX, most_failures=_MOST_FAILED_STARTS
         )
     )
-    worker: "_Worker | None" = None
+    worker: WorkerHandle | None = None
+    pid: int = 0
     has_come: bool = False
     """Whether it ever had a worker."""
     given_up: bool = False
@@ -202,17 +183,6 @@ class _Slot:
         """Whether its share of places is kept free."""
         recent = time.monotonic() - self.waiting_since < _EXPECTED_S
         return not self.given_up and (self.worker is not None or recent)
-
-
-@dataclass(eq=False, slots=True)
-class _Worker:
-    """A worker that runs."""
-
-    id: int
-    """Never used again."""
-    slot: _Slot
-    handle: WorkerHandle
-    pid: int
 
 
 class Executor:
@@ -253,20 +223,18 @@ class Executor:
         self._backend = backend
         self._load_row = load_row
         self._cap = max_in_flight
-        self._workers = workers
         self._max_charges = max_attempts
         self._engine_timeout = engine_timeout
         self._silence_s = None if backend.is_local else attempt_timeout + _SILENCE_S
         self._urls = urls
         self._on_durable = on_durable
         self.stats = WorkerStats(shared_engine=engine)
-        """What the workers count."""
         self.counters = WindowCounters()
         self.deaths = 0
         """Workers that ended while they were wanted."""
         self._controller = ConcurrencyController(max_in_flight, self.stats) if adaptive else None
+        self._workers = workers
         self._slots: list[_Slot] = []
-        self._ids = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._commits: set[asyncio.Future[None]] = set()
         self._queue: WorkQueue | None = None
@@ -280,7 +248,6 @@ class Executor:
         """Gets the first cause for which the run cannot go on."""
         self._ended = asyncio.Event()
         """Set when nothing is in flight and nothing more will be, or all was dropped."""
-        self._last_item: WorkItem | None = None
 
     @property
     def cap(self) -> int:
@@ -312,7 +279,7 @@ class Executor:
     @property
     def pids(self) -> dict[int, int]:
         """Process ids of the workers that run, by slot."""
-        return {worker.slot.number: worker.pid for worker in self._living().values()}
+        return {slot.number: slot.pid for slot in self._slots if slot.worker is not None}
 
     async def start(self) -> None:
         """Starts the workers; returns when one of them is ready.
@@ -321,8 +288,8 @@ class Executor:
             ConfigError: a worker cannot be made as configured.
             RollstreamError: a worker says why it cannot start, or none comes.
         """
-        for number in range(self._workers):
-            self._slots.append(slot := _Slot(number, time.monotonic()))
+        self._slots = [_Slot(number) for number in range(self._workers)]
+        for slot in self._slots:
             self._own(self._keep(slot))
         if self._urls is not None:
             self._own(self._send_urls(self._urls))
@@ -335,9 +302,7 @@ class Executor:
         if self._failed.done():
             self._failed.result()
         if not self._joined.is_set():
-            raise RollstreamError(
-                f"no worker could be started within {_FIRST_WORKER_S:g} s: {self._backend.describe_room()}"
-            )
+            raise RollstreamError(f"no worker could be started within {_FIRST_WORKER_S:g} s")
 
     async def run(self, keys: Iterator[RolloutKey]) -> None:
         """Works off `keys`; returns when all are durable, or after a stop when nothing is in flight.
@@ -350,8 +315,8 @@ class Executor:
         if not self._slots:
             await self.start()
         self._queue = queue = WorkQueue(keys, cap=self._cap, max_charges=self._max_charges)
-        for worker in self._living():
-            queue.add(worker)
+        for number in self.pids:
+            queue.add(number)
         self._ended.clear()
         if self._stopping:
             queue.stop()
@@ -377,8 +342,7 @@ class Executor:
         await asyncio.gather(*companions, return_exceptions=True)
         if queue.at_workers:
             queue.stop()
-            handles = [worker.handle for worker in self._living().values()]
-            await asyncio.gather(*(handle.drop() for handle in handles), return_exceptions=True)
+            await self._tell_all(lambda worker: worker.drop())
         while self._commits:
             await asyncio.wait(set(self._commits))
             await asyncio.sleep(0)
@@ -402,16 +366,17 @@ class Executor:
             return
         self._closed = True
         try:
-            await asyncio.gather(*(self._close_worker(worker) for worker in self._living().values()))
+            await self._tell_all(lambda worker: asyncio.wait_for(worker.close(), _CLOSE_S))
         finally:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._failed.cancel()
 
-    def _living(self) -> dict[int, _Worker]:
-        """The workers that run, by id."""
-        return {slot.worker.id: slot.worker for slot in self._slots if slot.worker is not None}
+    async def _tell_all(self, tell: Callable[[WorkerHandle], Awaitable[None]]) -> None:
+        """Tells all workers something; one that does not hear it is dying, as its reports will say."""
+        workers = [slot.worker for slot in self._slots if slot.worker is not None]
+        await asyncio.gather(*map(tell, workers), return_exceptions=True)
 
     def _fail(self, error: BaseException) -> None:
         """Ends the run with its first cause (R10)."""
@@ -445,10 +410,9 @@ class Executor:
             return
         if self._stopping or not self._paused:
             queue.expected = sum(slot.is_expected() for slot in self._slots)
-            workers = self._living()
             try:
-                for worker, keys in queue.assign().items():
-                    self._give(queue, workers[worker], keys)
+                for number, keys in queue.assign().items():
+                    self._give(queue, number, keys)
             except Exception as error:
                 self._fail(error)
                 return
@@ -456,69 +420,63 @@ class Executor:
         if queue.is_finished:
             self._ended.set()
 
-    def _give(self, queue: WorkQueue, worker: _Worker, keys: Sequence[RolloutKey]) -> None:
-        items, shown = [], []
+    def _give(self, queue: WorkQueue, number: int, keys: Sequence[RolloutKey]) -> None:
+        rows = []
         for key in keys:
-            prompt_key = ""
             try:
                 row = self._load_row(key.index)
-                prompt_key = row.prompt_key
-                if not self._backend.shares_files and any(map(is_file, row.images)):
-                    shown.append((key, row))
-                else:
-                    items.append(self._item(row, key.repeat))
-            except Exception as error:
-                if not prompt_key and not isinstance(error, DataError):
-                    raise
-                # A row that cannot be read, or that a user's dataset class filled with what cannot travel.
-                queue.receive(worker.id, key)
-                self._commit(queue, make_failure(key.index, key.repeat, prompt_key, 1, "prompt", error))
-        if items:
-            self._own(self._hand_over(worker, items))
-        if shown:
-            self._own(self._give_with_images(queue, worker, shown))
-
-    def _item(self, row: PromptRow, repeat: int) -> WorkItem:
-        """What travels; the repeats of a row, which come one after the other, share its bytes."""
-        if self._backend.is_local:
-            return WorkItem(row.index, repeat, row.prompt_key, row)
-        last = self._last_item
-        if last is not None and last.index == row.index and last.prompt_key == row.prompt_key:
-            return replace(last, repeat=repeat)
-        self._last_item = item = _packed(row, repeat)
-        return item
-
-    async def _hand_over(self, worker: _Worker, items: Sequence[WorkItem]) -> None:
-        """Sends work; a worker that does not take it is killed, so its reports end."""
-        try:
-            await worker.handle.give(items)
-        except Exception as error:
-            logger.debug("worker %d takes no work: %s", worker.slot.number, error)
-            worker.handle.kill()
-
-    async def _give_with_images(
-        self, queue: WorkQueue, worker: _Worker, rows: Sequence[tuple[RolloutKey, PromptRow]]
-    ) -> None:
-        """Gives rows whose images are files, which travel as bytes: a node need not have the files.
-
-        One that has not would fail them all at once, and so be given nearly all there are. What the row's
-        messages say of the images stays as it is.
-        """
-        for key, row in rows:
-            item: WorkItem | Exception
-            try:
-                item = await asyncio.to_thread(_packed_with_images, row, key.repeat)
-            except Exception as error:  # as in `_give`
-                item = error
-            # Meanwhile the worker may have died, which gave the key to another, or all may be over.
-            if self._queue is not queue or self._dropped:
-                return
-            if key not in queue.held_by(worker.id):
+            except DataError as error:
+                self._refuse(queue, number, key, "", error)
                 continue
-            if isinstance(item, WorkItem):
-                await self._hand_over(worker, [item])
-            elif queue.receive(worker.id, key):
-                self._commit(queue, make_failure(key.index, key.repeat, row.prompt_key, 1, "prompt", item))
+            if row.images and not self._backend.shares_files:
+                self._own(self._hand_over(queue, number, [(key, row)]))  # reading files holds nobody else up
+            else:
+                rows.append((key, row))
+        if rows:
+            self._own(self._hand_over(queue, number, rows))
+
+    async def _hand_over(
+        self, queue: WorkQueue, number: int, rows: Sequence[tuple[RolloutKey, PromptRow]]
+    ) -> None:
+        """Sends work; a worker that does not take it is killed, so its reports end.
+
+        Images that are files travel as bytes where a node need not have them: one that has not would fail them all
+        at once, and so be given nearly all there are.
+        """
+        worker = self._slots[number].worker
+        items = []
+        for key, row in rows:
+            try:
+                if self._backend.is_local:
+                    item = WorkItem(row.index, key.repeat, row.prompt_key, row)
+                elif not self._backend.shares_files and any(map(is_file, row.images)):
+                    item = await asyncio.to_thread(_packed_with_images, row, key.repeat)
+                else:
+                    item = _packed(row, key.repeat)
+            except Exception as error:  # a user's dataset class filled the row with what cannot travel
+                self._refuse(queue, number, key, row.prompt_key, error)
+            else:
+                items.append(item)
+        # Meanwhile the worker may have died, which gave the keys to another, or all may be over.
+        if (
+            worker is None
+            or self._slots[number].worker is not worker
+            or queue is not self._queue
+            or self._dropped
+        ):
+            return
+        try:
+            await worker.give(items)
+        except Exception as error:
+            logger.debug("worker %d takes no work: %s", number, error)
+            worker.kill()
+
+    def _refuse(
+        self, queue: WorkQueue, number: int, key: RolloutKey, prompt_key: str, error: Exception
+    ) -> None:
+        """Records a row that cannot be read or sent as failed."""
+        if queue is self._queue and queue.receive(number, key):
+            self._commit(queue, make_failure(key.index, key.repeat, prompt_key, 1, "prompt", error))
 
     def _commit(self, queue: WorkQueue, result: Result) -> None:
         future = asyncio.ensure_future(self._sink.submit(result))
@@ -561,52 +519,32 @@ class Executor:
     async def _keep(self, slot: _Slot) -> None:
         """Sees to it that the slot has a worker, until it is given up."""
         while True:
-            handle = self._backend.spawn(slot.number)
+            worker = self._backend.spawn(slot.number)
             try:
-                pause = await self._live(slot, handle)
+                pause = await self._live(slot, worker)
             finally:
-                handle.kill()
+                worker.kill()
             if pause is None:
                 return
             slot.waiting_since = time.monotonic()
             await asyncio.sleep(pause)
 
-    async def _live(self, slot: _Slot, handle: WorkerHandle) -> float | None:
+    async def _live(self, slot: _Slot, worker: WorkerHandle) -> float | None:
         """The life of one worker; returns the pause until the next, None when there is none."""
-        saying = asyncio.ensure_future(self._say_what_it_waits_for(slot, handle))
         try:
-            pid = await handle.start()
+            slot.pid = await worker.start()
         except Exception as error:
             return self._not_started(slot, error)
-        finally:
-            saying.cancel()
-        slot.worker = worker = _Worker(next(self._ids), slot, handle, pid)
-        slot.has_come = True
+        slot.worker, slot.has_come = worker, True
         began = time.monotonic()
         try:
-            await self._join(worker)
-            await self._listen(worker)
+            await self._join(slot, worker)
+            await self._listen(slot, worker)
         except Exception as error:
-            return await self._gone(worker, error, time.monotonic() - began)
+            return await self._gone(slot, worker, error, time.monotonic() - began)
         finally:
             slot.worker = None
         raise AssertionError("a worker reports until it ends")
-
-    async def _say_what_it_waits_for(self, slot: _Slot, handle: WorkerHandle) -> None:
-        """Logs it until cancelled: often while no worker works yet, and once when its places go to others."""
-        began, warned = time.monotonic(), False
-        while True:
-            await asyncio.sleep(_SAY_EVERY_S)
-            waited = time.monotonic() - began
-            no_room = await self._backend.waits_for_room(handle)
-            is_long = waited > _EXPECTED_S - 1 and not warned
-            if no_room and is_long:
-                room = self._backend.describe_room()
-                logger.warning("worker %d still waits for room, after %.0f s: %s", slot.number, waited, room)
-            elif is_long or not self._joined.is_set():
-                state = "waits for room" if no_room else "is starting"
-                logger.info("worker %d still %s, after %.0f s", slot.number, state, waited)
-            warned = warned or is_long
 
     def _not_started(self, slot: _Slot, cause: BaseException) -> float | None:
         if not self._joined.is_set() and not isinstance(cause, ChildDiedError):
@@ -621,36 +559,31 @@ class Executor:
             logger.warning("worker %d waits for an engine: %s", slot.number, cause)
             return _OUTAGE_PAUSE_S
         pause = slot.restarts.after_failed_start()
-        if pause is None:
-            slot.given_up = True
-            logger.error("worker %d is given up: %s", slot.number, cause)
-            self._pump_soon()
-            if all(other.given_up for other in self._slots):
-                self._fail(
-                    RollstreamError(
-                        f"no worker can be started any more; the last cause: {cause}. What is done is safe; "
-                        "mend the cause and run the same command again."
-                    )
-                )
-            return None
-        logger.warning("worker %d could not start: %s; again in %.1f s", slot.number, cause, pause)
-        return pause
+        if pause is not None:
+            logger.warning("worker %d could not start: %s; again in %.1f s", slot.number, cause, pause)
+            return pause
+        slot.given_up = True
+        logger.error("worker %d is given up: %s", slot.number, cause)
+        self._pump_soon()
+        if all(other.given_up for other in self._slots):
+            self._fail(RollstreamError(f"no worker can be started any more; the last cause: {cause}"))
+        return None
 
-    async def _join(self, worker: _Worker) -> None:
+    async def _join(self, slot: _Slot, worker: WorkerHandle) -> None:
         if not self._backend.is_local:
-            logger.info("worker %d is ready (pid %d)", worker.slot.number, worker.pid)
-        worker.slot.restarts.failures = 0
-        worker.slot.outage_since = None
+            logger.info("worker %d is ready (pid %d)", slot.number, slot.pid)
+        slot.restarts.failures = 0
+        slot.outage_since = None
         self._joined.set()
         if self._urls is not None:
-            await worker.handle.follow(list(self._urls()))
+            await worker.follow(list(self._urls()))
         if self._queue is not None:
-            self._queue.add(worker.id)
+            self._queue.add(slot.number)
             self._pump_soon()
 
-    async def _listen(self, worker: _Worker) -> None:
+    async def _listen(self, slot: _Slot, worker: WorkerHandle) -> None:
         """Takes reports. Raises when the worker ends."""
-        async with aclosing(worker.handle.reports()) as reports:
+        async with aclosing(worker.reports()) as reports:
             while True:
                 try:
                     async with asyncio.timeout(self._silence_s):
@@ -658,51 +591,55 @@ class Executor:
                 except TimeoutError:
                     raise ChildDiedError(f"it has reported nothing for {self._silence_s:.0f} s") from None
                 for level, name, message in report.logs:
-                    logging.getLogger(name).log(level, "worker %d: %s", worker.slot.number, message)
-                self.stats.update(worker.id, report.status)
+                    logging.getLogger(name).log(level, "worker %d: %s", slot.number, message)
+                self.stats.update(slot.number, report.status)
                 if (queue := self._queue) is None:
                     continue  # dropped: what it delivers is owed again
                 for result in report.results:
-                    if not self._dropped and queue.receive(worker.id, result.key):
+                    if not self._dropped and queue.receive(slot.number, result.key):
                         self._commit(queue, result)
                 self._pump_soon()  # who is waited for changes with time
 
-    async def _gone(self, worker: _Worker, cause: BaseException, served_s: float) -> float | None:
+    async def _gone(
+        self, slot: _Slot, worker: WorkerHandle, cause: BaseException, served_s: float
+    ) -> float | None:
         """A worker has ended; returns the pause until the next, None when there is none."""
-        self.stats.remove(worker.id)
+        self.stats.remove(slot.number)
         if self._closed:
             return None
         self.deaths += 1
         lost = 0
         if (queue := self._queue) is not None:
-            lost = len(queue.held_by(worker.id))
+            lost = len(queue.held_by(slot.number))
             blameless = isinstance(cause, EngineLostError) or getattr(cause, "blameless", False)
-            for key, charges in queue.worker_lost(worker.id, suspect=not blameless):
+            for key, charges in queue.worker_lost(slot.number, suspect=not blameless):
                 self._commit(queue, self._blame(key, charges, cause))
             self._pump_soon()
         if self._backend.is_local:
-            await worker.handle.drop()  # what else it has in flight
+            await worker.drop()  # what else it has in flight
         if isinstance(cause, EngineLostError):
-            others = [slot for slot in self._slots if slot is not worker.slot and slot.worker is not None]
             # At the beginning the first may have waited in vain before the second is there.
-            coming = [slot for slot in self._slots if not slot.has_come and slot.is_expected()]
-            if not (others or coming) or self.stats.all_wait:
+            others = any(
+                other.worker is not None or (not other.has_come and other.is_expected())
+                for other in self._slots
+                if other is not slot
+            )
+            if not others or self.stats.all_wait:
                 self._fail(cause)
                 return None
         elif not isinstance(cause, ChildDiedError):
             self._fail(cause)
             return None
-        pause = worker.slot.restarts.after_serving(served_s)
+        pause = slot.restarts.after_serving(served_s)
         logger.warning(
             "worker %d (pid %d) is gone: %s; its %d rollouts in flight are owed again; the next in %.1f s",
-            *(worker.slot.number, worker.pid, cause, lost, pause),
+            slot.number,
+            slot.pid,
+            cause,
+            lost,
+            pause,
         )
         return pause
-
-    async def _close_worker(self, worker: _Worker) -> None:
-        with suppress(Exception):  # it may be dying: then there is nothing to release
-            async with asyncio.timeout(_CLOSE_S):
-                await worker.handle.close()
 
     async def _send_urls(self, current: Callable[[], Sequence[str]]) -> None:
         """Sends workers the servers that there are, whenever these change."""
@@ -710,10 +647,13 @@ class Executor:
         for look in itertools.count():
             urls = list(current())
             if urls != sent or look % _URLS_REPEAT == 0:
-                handles = [worker.handle for worker in self._living().values()]
-                await asyncio.gather(*(handle.follow(urls) for handle in handles), return_exceptions=True)
+                await self._tell_all(partial(_follow, urls))
                 sent = urls
             await asyncio.sleep(_URLS_EVERY_S)
+
+
+async def _follow(urls: Sequence[str], worker: WorkerHandle) -> None:
+    await worker.follow(urls)
 
 
 def _packed(row: PromptRow, repeat: int) -> WorkItem:

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from rollstream.childproc import Channel, Child, portable
 from rollstream.rollout.worker_host import WorkerHost, WorkerPlace, WorkerRecipe, WorkerReport, WorkItem
@@ -31,35 +30,27 @@ class ProcessBackend:
     def spawn(self, number: int) -> "ProcessWorker":
         return ProcessWorker(self._recipe(), number)
 
-    async def waits_for_room(self, handle: Any) -> bool:
-        """Never: a machine takes any number of processes."""
-        return False
-
-    def describe_room(self) -> str:
-        return "its process does not answer"
-
 
 class ProcessWorker:
     """The driver's end of one process; see `WorkerHandle`."""
 
     def __init__(self, recipe: WorkerRecipe, number: int) -> None:
-        self._recipe = recipe
-        self._number = number
+        self._order = recipe, number
         self._child: Child | None = None
 
     async def start(self) -> int:
         # Standard output is the driver's, for its result: a child prints on standard error.
         self._child = await Child.start("rollstream.rollout.processes:main")
         await self._child.send(WorkerPlace.here())  # first: the recipe may be a module's that is found by it
-        ready: int = await self._child.ask((self._recipe, self._number))
-        return ready
-
-    async def give(self, items: Sequence[WorkItem]) -> None:
-        await self._started.send(("give", items))
+        pid: int = await self._child.ask(self._order)
+        return pid
 
     async def reports(self) -> AsyncGenerator[WorkerReport, None]:
         while True:
             yield await self._started.receive()
+
+    async def give(self, items: Sequence[WorkItem]) -> None:
+        await self._started.send(("give", items))
 
     async def follow(self, urls: Sequence[str]) -> None:
         await self._started.send(("follow", urls))
@@ -95,8 +86,8 @@ async def _serve(number_of_socket: int) -> None:
 
     async def report() -> None:
         try:
-            async for one in host.reports():
-                await channel.send(one)
+            async for each in host.reports():
+                await channel.send(each)
         except Exception as error:
             channel.post(portable(error))
 

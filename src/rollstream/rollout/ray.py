@@ -1,6 +1,7 @@
 """Workers as Ray actors, on any node of a cluster."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,12 +22,17 @@ from rollstream.errors import ConfigError
 from rollstream.redaction import redact
 from rollstream.rollout.worker_host import WorkerHost, WorkerPlace, WorkerRecipe, WorkerReport, WorkItem
 
+logger = logging.getLogger(__name__)
+
 _LINGER_S = 0.02
 """How long a result waits for company. Short against any answer, and fifty reports a second at most."""
 
 _WHY_S = 5.0
 """For Ray to find out whether a worker that does not answer has died, and why. Its node tells at once, if
 that is there; what was in flight waits meanwhile."""
+
+_ROOM_S = 30.0
+"""After so long a worker that has no place yet is said, with what there is."""
 
 _WORKERS_MAX = 8
 """verl's default. One worker does hundreds of rollouts a second, so more are rarely of use."""
@@ -45,51 +51,41 @@ class RayBackend:
 
     def __init__(self, recipe: Callable[[], WorkerRecipe], options: Mapping[str, Any] | None = None) -> None:
         self._recipe = recipe
-        self._given = dict(options or {})
         self._options = {
             "num_cpus": 1,
             "scheduling_strategy": "SPREAD",
-            **self._given,
+            **(options or {}),
             "max_restarts": 0,  # a slot's next worker is another worker: it owns none of the rollouts
             "max_task_retries": 0,
         }
-        self._states = DaemonThreads("rollstream-ray-state")
 
     def spawn(self, number: int) -> "RayWorker":
-        """A new worker, not started. Raises `ConfigError` when Ray refuses its options."""
         try:
-            prepared = import_ray().remote(WorkerHost).options(**self._options)
+            actor = import_ray().remote(WorkerHost).options(**self._options)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"ray_kwargs.worker: Ray does not take {redact(self._given)}: {one_line(error)}"
+                f"ray_kwargs.worker: Ray does not take {redact(self._options)}: {one_line(error)}"
             ) from error
-        return RayWorker(prepared.remote(self._recipe(), number, WorkerPlace.here(), linger_s=_LINGER_S))
-
-    async def waits_for_room(self, handle: Any) -> bool:
-        """Whether Ray has found no node for the worker yet. In a thread: a cluster that is gone hangs."""
-        placed = (await self._states.start(partial(is_placed, handle.actor))).value
-        return not placed
-
-    def describe_room(self) -> str:
-        """For messages; without secrets."""
-        ray = import_ray()
-        return (
-            f"the cluster has {ray.cluster_resources()}, and free are {ray.available_resources()}; each worker "
-            f"asks for {redact(self._options)} (ray_kwargs.worker)"
+        return RayWorker(
+            actor.remote(self._recipe(), number, WorkerPlace.here(), linger_s=_LINGER_S), self._options
         )
 
 
 class RayWorker:
     """The driver's end of one actor; see `WorkerHandle`."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, options: Mapping[str, Any] | None = None) -> None:
         self.actor = actor
+        self._options = options or {}
 
     async def start(self) -> int:
-        return int(await self._answer(self.actor.start))
-
-    async def give(self, items: Sequence[WorkItem]) -> None:
-        await self._answer(self.actor.give, items)
+        starting = asyncio.ensure_future(self._answer(self.actor.start))
+        try:
+            while not (await asyncio.wait({starting}, timeout=_ROOM_S))[0]:
+                await self._warn_without_room()
+        finally:
+            starting.cancel()
+        return int(starting.result())
 
     async def reports(self) -> AsyncGenerator[WorkerReport, None]:
         try:
@@ -99,12 +95,15 @@ class RayWorker:
         except Exception as error:
             raise await self._error(error) from None
 
+    async def give(self, items: Sequence[WorkItem]) -> None:
+        await self._answer(self.actor.give, items)
+
     async def follow(self, urls: Sequence[str]) -> None:
         with suppress(Exception):  # it is gone, as its reports will say
             submit(self.actor.follow, list(urls))
 
     async def drop(self) -> None:
-        with suppress(Exception):  # it is gone, as its reports will say
+        with suppress(Exception):
             submit(self.actor.drop)
 
     async def close(self) -> None:
@@ -113,6 +112,18 @@ class RayWorker:
     def kill(self) -> None:
         with suppress(Exception):  # Ray may be gone
             import_ray().kill(self.actor)
+
+    async def _warn_without_room(self) -> None:
+        """Says what there is when Ray has found no node yet. In a thread: a cluster that is gone hangs."""
+        if (await _STATES.start(partial(is_placed, self.actor))).value is not False:
+            return
+        ray = import_ray()
+        logger.warning(
+            "a worker waits for room: it asks for %s (ray_kwargs.worker); the cluster has %s, of which %s are free",
+            redact(self._options),
+            ray.cluster_resources(),
+            ray.available_resources(),
+        )
 
     async def _answer(self, method: Any, *args: Any) -> Any:
         try:
@@ -124,15 +135,10 @@ class RayWorker:
         """What the worker raised, or `ChildDiedError`."""
         if not is_death(error):
             return cause_of(error)
-        error = await self._why_gone(error)
-        return ChildDiedError(one_line(error), blameless=is_of_the_node(error))
-
-    async def _why_gone(self, error: BaseException) -> BaseException:
-        """What ended the actor, where Ray knows at first only that it does not answer."""
         unavailable = import_ray().exceptions.ActorUnavailableError
         with suppress(TimeoutError):
             async with asyncio.timeout(_WHY_S):
-                while isinstance(error, unavailable):
+                while isinstance(error, unavailable):  # at first Ray knows only that it does not answer
                     await asyncio.sleep(0.5)
                     try:
                         await submit(self.actor.__ray_ready__)
@@ -141,7 +147,10 @@ class RayWorker:
                             error = again
                     else:
                         break  # the way to it was lost for a moment: it is replaced, for its reports are lost
-        return error
+        return ChildDiedError(one_line(error), blameless=is_of_the_node(error))
+
+
+_STATES = DaemonThreads("rollstream-ray-state")
 
 
 def default_workers(claimed: float = 0.0) -> int:

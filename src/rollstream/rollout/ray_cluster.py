@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ _LOCAL_DEFAULTS: dict[str, Any] = {
     "include_dashboard": False,
     "object_store_memory": 512 << 20,  # results in flight, not data sets
 }
-"""Of `ray.init` where it starts a cluster."""
 
 _DEFAULTS: dict[str, Any] = {
     "log_to_driver": False,  # workers' log lines come with their reports; standard output is the result's
@@ -31,8 +31,6 @@ _DEFAULTS: dict[str, Any] = {
     "logging_format": "%(asctime)s %(levelname)s %(name)s: %(message)s",  # Ray changes it for all handlers
     "ignore_reinit_error": True,
 }
-
-_WHERE = "ray_kwargs.ray_init"
 
 
 class RayCluster:
@@ -47,19 +45,12 @@ class RayCluster:
     """
 
     def __init__(self, ray_init: Mapping[str, Any], timeline_json_file: str | None = None) -> None:
-        self._ray_init = {str(key): value for key, value in ray_init.items()}
+        own = {str(key): value for key, value in ray_init.items()}
+        self._joins = joins_cluster(own, os.environ)
+        self._arguments = {**({} if self._joins else _LOCAL_DEFAULTS), **_DEFAULTS, **own}
         self._timeline = timeline_json_file
         self._users = 0
         """Starts of this one without their close. Belongs to the connection's thread."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What `ray.init` is called with."""
-        return {
-            **({} if joins_cluster(self._ray_init, os.environ) else _LOCAL_DEFAULTS),
-            **_DEFAULTS,
-            **self._ray_init,
-        }
 
     async def start(self) -> None:
         """Joins or starts the cluster. Takes seconds, in a thread. Each `start` has a `close` of its own.
@@ -69,43 +60,35 @@ class RayCluster:
             EngineUnavailableError: no cluster is there.
         """
         ray = import_ray()
-        arguments = self.arguments
         was_there = ray.is_initialized()
         try:
-            await _CONNECTION.do(lambda: self._join(ray, arguments))
+            await _CONNECTION.do(partial(self._join, ray))
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"{_WHERE}: ray.init refuses {_shown(arguments)}: {error}") from error
+            shown = redact(self._arguments)
+            raise ConfigError(f"ray_kwargs.ray_init: ray.init refuses {shown}: {error}") from error
         except (ConnectionError, TimeoutError, OSError) as error:
-            raise EngineUnavailableError(f"{_WHERE}: no Ray cluster is there: {error}") from error
+            raise EngineUnavailableError(f"ray_kwargs.ray_init: no Ray cluster is there: {error}") from error
         finally:
             if not was_there:
                 _take_signals_back()
-        if was_there:
-            return
-        resources = ray.cluster_resources()
-        logger.info(
-            "Ray cluster: %d nodes, %g CPUs, %g GPUs",
-            *(len(ray.nodes()), resources.get("CPU", 0), resources.get("GPU", 0)),
-        )
 
     async def close(self) -> None:
         """The last one writes the timeline; the last of the process leaves a cluster that was joined here,
         or ends it. After a `start` that failed, or more often than `start`, it does nothing.
         """
-        ray = import_ray()
-        await _CONNECTION.do(lambda: self._leave(ray))
+        await _CONNECTION.do(partial(self._leave, import_ray()))
 
-    def _join(self, ray: Any, arguments: Mapping[str, Any]) -> None:
+    def _join(self, ray: Any) -> None:
         if not ray.is_initialized():
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would report to its makers
             # Workers without GPUs of their own see those of their node: an embedded engine may use them.
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            joins = joins_cluster(self._ray_init, os.environ)
-            logger.info("joining the Ray cluster" if joins else "starting Ray on this machine")
-            if not arguments["log_to_driver"]:
+            logger.info("joining the Ray cluster" if self._joins else "starting Ray on this machine")
+            if not self._arguments["log_to_driver"]:
                 _keep_off_terminal()
-            ray.init(**arguments)
+            ray.init(**self._arguments)
             _CONNECTION.is_ours = True
+            logger.info("Ray cluster: %d nodes, %s", len(ray.nodes()), ray.cluster_resources())
         self._users += 1
         _CONNECTION.users += 1
 
@@ -121,7 +104,6 @@ class RayCluster:
                 ray.timeline(str(path))
             except Exception as error:  # a trace is for the curious: it must not cost a run its result
                 logger.warning("cannot write ray_kwargs.timeline_json_file %s: %s", path, error)
-            self._timeline = None
         if not _CONNECTION.users and _CONNECTION.is_ours:
             _CONNECTION.is_ours = False
             ray.shutdown()
@@ -130,19 +112,19 @@ class RayCluster:
 class _Connection:
     """Who uses this process's connection to Ray, and the thread in which all of them join and leave.
 
-    The thread lives as long as somebody uses it. It has to: Ray asks the kernel to kill the processes of a
-    local cluster with their parent, and to the kernel that is the thread that started them.
+    The thread has to outlive the connection: Ray asks the kernel to kill the processes of a local cluster with
+    their parent, and to the kernel that is the thread that started them.
     """
 
     def __init__(self) -> None:
         self.users = 0
         self.is_ours = False
         """Whether it was made here, and is to be left again."""
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._runs = False
+        self._thread: threading.Thread | None = None
 
-    async def do(self, function: Callable[[], Any]) -> None:
+    async def do(self, function: Callable[[], None]) -> None:
         """Runs a function in the thread, after those before it; also when who waits is cut off."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[BaseException | None] = loop.create_future()
@@ -156,24 +138,19 @@ class _Connection:
                 deliver(loop, done, None)
 
         with self._lock:
-            self._work.put(call)
-            if not self._runs:
-                self._runs = True
-                threading.Thread(target=self._run, name="rollstream-ray", daemon=True).start()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="rollstream-ray", daemon=True)
+                self._thread.start()
+        self._calls.put(call)
         if (error := await done) is not None:
             raise error
 
-    def _run(self) -> None:
+    def _work(self) -> None:
         while True:
-            self._work.get()()
-            with self._lock:
-                if not self.users and self._work.empty():
-                    self._runs = False
-                    return
+            self._calls.get()()
 
 
 _CONNECTION = _Connection()
-"""Of the process, as Ray's own is."""
 
 
 def joins_cluster(ray_init: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
@@ -191,13 +168,13 @@ def _keep_off_terminal() -> None:
     """
     from ray._private import worker
 
-    said = logging.getLogger("ray")
-    for handler in said.handlers:
+    ray_logger = logging.getLogger("ray")
+    for handler in ray_logger.handlers:
         if type(handler).__module__.startswith("ray."):
             handler.setLevel(logging.ERROR)
 
     def log(data: Any, ignore_prefix: bool) -> None:
-        said.warning("%s: %s", data.get("pid"), "\n".join(data.get("lines", ())))
+        ray_logger.warning("%s: %s", data.get("pid"), "\n".join(data.get("lines", ())))
 
     worker.print_to_stdstream = log
 
@@ -207,13 +184,7 @@ def _take_signals_back() -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     for number in (signal.SIGINT, signal.SIGTERM):
-        handler = signal.getsignal(number)
-        if handler is not None:
+        if (handler := signal.getsignal(number)) is not None:
             with suppress(ValueError):
                 signal.signal(number, handler)
                 signal.siginterrupt(number, False)
-
-
-def _shown(arguments: Mapping[str, Any]) -> str:
-    """For a message: without secrets, which a Python caller may have given."""
-    return ", ".join(f"{key}={value!r}" for key, value in redact(arguments).items())

@@ -40,26 +40,22 @@ class Status(Protocol):
 
 
 class WorkerStats:
-    """The workers as one: an engine's counters, its availability and a worker's counters, added up.
+    """The workers as one; what they count is added up.
 
     Args:
         shared_engine: asked how busy it is, where workers share one; None: each has its own and reports it.
     """
 
     def __init__(self, shared_engine: object = None) -> None:
-        self._shared_engine = shared_engine
+        self.engine = self if shared_engine is None else shared_engine
+        """Says the load of all engines, see `ask_load`."""
         self._statuses: dict[int, Status] = {}
         self._ended = Counts()
         self._loads = LoadSum()
         self._changes = 0
 
-    @property
-    def engine(self) -> object:
-        """What to ask for the load of all engines."""
-        return self if self._shared_engine is None else self._shared_engine
-
     async def load(self) -> EngineLoad | None:
-        """As `ReportsLoad` has it, of the workers' own engines; None when none reports it."""
+        """Of the workers' own engines; None when none reports it."""
         return self._loads.add((str(worker), status.load) for worker, status in self._statuses.items())
 
     def update(self, worker: int, status: Status) -> None:

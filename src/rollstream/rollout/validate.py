@@ -25,29 +25,21 @@ def check_trajectories(
         vocab_size: ids are below it; None: they fit 31 bits.
 
     Raises:
-        ValueError: one stands there twice, the final one is a snapshot, or see `check_trajectory`.
-        TypeError: see there.
+        ValueError: one stands there twice; the final one is a snapshot; no prompt ids, ids out of range, an unknown
+            finish reason, arrays of different lengths, a mask value other than 0 and 1, log-probs that were asked
+            for and are not there, that are not finite, or not 0 where the mask is; policy versions that do not
+            describe the response; a reward that is not finite.
+        TypeError: a reward that is no number, messages that are no list of mappings.
     """
     if len({id(trajectory) for trajectory in trajectories}) < len(trajectories):
         raise ValueError("the same trajectory stands there twice: its tokens would be trained on twice")
     if [trajectory.is_snapshot for trajectory in trajectories] != [True] * (len(trajectories) - 1) + [False]:
         raise ValueError("snapshots (is_snapshot=True) come first, and one final trajectory last")
     for trajectory in trajectories:
-        check_trajectory(trajectory, logprobs=logprobs, ids=ids, vocab_size=vocab_size)
+        _check(trajectory, logprobs=logprobs, ids=ids, end=vocab_size or 2**31)
 
 
-def check_trajectory(
-    trajectory: Trajectory, *, logprobs: bool, ids: bool = True, vocab_size: int | None = None
-) -> None:
-    """Refuses a trajectory that cannot be trained on; makes its reward a plain float.
-
-    Raises:
-        ValueError: no prompt ids, ids out of range, an unknown finish reason, arrays of different lengths, a
-            mask value other than 0 and 1, log-probs that were asked for and are not there, that are not
-            finite, or not 0 where the mask is; policy versions that do not describe the response; a reward
-            that is not finite.
-        TypeError: a reward that is no number, messages that are no list of mappings.
-    """
+def _check(trajectory: Trajectory, *, logprobs: bool, ids: bool, end: int) -> None:
     if trajectory.finish_reason not in FINISH_REASONS:
         raise ValueError(
             f"finish_reason is {trajectory.finish_reason!r}, want one of {', '.join(FINISH_REASONS)}"
@@ -55,11 +47,10 @@ def check_trajectory(
     if ids and not trajectory.prompt_ids:
         raise ValueError("prompt_ids is empty")
     for name in ("prompt_ids", "response_ids"):
-        found, end = getattr(trajectory, name), vocab_size or 2**31
-        if not _are_ids(found, end):
-            wrong = next((one for one in found if not _are_ids([one], end)), found)
-            of = "" if vocab_size is None else f", the vocabulary of {vocab_size}"
-            raise ValueError(f"{name} has {wrong!r:.50}; ids are whole numbers from 0 to {end - 1}{of}")
+        values = getattr(trajectory, name)
+        if not _are_ids(values, end):
+            wrong = next((value for value in values if not _are_ids([value], end)), values)
+            raise ValueError(f"{name} has {wrong!r:.50}; ids are whole numbers from 0 to {end - 1}")
     if not isinstance(trajectory.messages, list) or not all(isinstance(m, dict) for m in trajectory.messages):
         raise TypeError("messages must be a list of mappings")
     length = len(trajectory.response_ids)

@@ -18,24 +18,17 @@ The other workers go on with other work meanwhile.
 """
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from rollstream.trajectory import RolloutKey
 
 _FREE_DEATHS = 4
-"""Deaths that a rollout lives through unsuspected: workers die for want of memory, or of another's fault.
-To be a suspect costs little: to run in small company for a while."""
+"""Deaths that a rollout lives through unsuspected: workers die for want of memory, or of another's fault."""
 
 
 class WorkQueue:
     """Binds keys to workers as late as possible.
-
-    Example:
-        >>> queue = WorkQueue(iter([RolloutKey(0, 0)]), cap=8, max_charges=3)
-        >>> queue.add(1)
-        >>> queue.assign()
-        {1: [RolloutKey(index=0, repeat=0)]}
 
     Args:
         keys: owed, each once; taken one by one as there is room.
@@ -56,10 +49,10 @@ class WorkQueue:
         self._workers: dict[int, set[RolloutKey]] = {}
         self._at_store: set[RolloutKey] = set()
         self._again: deque[RolloutKey] = deque()
-        self._deaths: dict[RolloutKey, int] = {}
-        self._charges: dict[RolloutKey, int] = {}
+        self._deaths: Counter[RolloutKey] = Counter()
+        self._charges: Counter[RolloutKey] = Counter()
         self._suspects: deque[RolloutKey] = deque()
-        self._reserved: int | None = None
+        self._trial: int | None = None
         """The worker that is for suspects, as soon as it has nothing else."""
         self._tried: set[RolloutKey] = set()
         """The suspects that it has."""
@@ -93,37 +86,38 @@ class WorkQueue:
         return frozenset(self._workers.get(worker, ()))
 
     def add(self, worker: int) -> None:
-        """A worker that can be given work; its number was never used before."""
+        """A worker that can be given work."""
         assert worker not in self._workers
         self._workers[worker] = set()
 
     def assign(self) -> dict[int, list[RolloutKey]]:
         """Gives out what there is room for, evenly; returns who got what."""
-        given: dict[int, list[RolloutKey]] = {}
+        assigned: dict[int, list[RolloutKey]] = {}
         room = self.cap - self.in_flight
         if self._stopped or room <= 0:
-            return given
-        room -= self._assign_suspects(given, room)
+            return assigned
         share = self.share
-        least = [(len(keys), worker) for worker, keys in self._workers.items() if worker != self._reserved]
-        heapq.heapify(least)
-        while room > 0 and least and least[0][0] < share:
-            next_key = self._next()
-            if next_key is None:
-                break
-            load, worker = least[0]
-            self._workers[worker].add(next_key)
-            given.setdefault(worker, []).append(next_key)
-            heapq.heapreplace(least, (load + 1, worker))
+        if suspects := self._next_suspects(room):
+            assert self._trial is not None
+            assigned[self._trial] = suspects
+            self._tried.update(suspects)
+            room -= len(suspects)
+        loads = [(len(keys), worker) for worker, keys in self._workers.items() if worker != self._trial]
+        heapq.heapify(loads)
+        while room > 0 and loads and loads[0][0] < share and (next_key := self._next()) is not None:
+            load, worker = loads[0]
+            assigned.setdefault(worker, []).append(next_key)
+            heapq.heapreplace(loads, (load + 1, worker))
             room -= 1
-        return given
+        for worker, keys in assigned.items():
+            self._workers[worker].update(keys)
+        return assigned
 
     def receive(self, worker: int, key: RolloutKey) -> bool:
         """A worker has delivered; False if the key is not its own: then it must be thrown away."""
-        keys = self._workers.get(worker)
-        if keys is None or key not in keys:
+        if key not in self._workers.get(worker, ()):
             return False
-        keys.remove(key)
+        self._workers[worker].remove(key)
         self._at_store.add(key)
         self._deaths.pop(key, None)
         self._charges.pop(key, None)
@@ -147,60 +141,51 @@ class WorkQueue:
         Returns:
             the keys that have caused too many deaths, and how many: they have arrived, as failures.
         """
-        if worker == self._reserved:
-            self._reserved = None
+        if worker == self._trial:
+            self._trial = None
         keys = sorted(self._workers.pop(worker, ()))
-        failed, again = [], []
-        for key in keys:
-            was_tried = key in self._tried
-            self._tried.discard(key)
-            if suspect:
-                self._deaths[key] = self._deaths.get(key, 0) + 1
-                if was_tried:
-                    self._limit = 1
-                    if len(keys) == 1:
-                        self._charges[key] = charges = self._charges.get(key, 0) + 1
-                        if charges >= self._max_charges:
-                            del self._deaths[key], self._charges[key]
-                            self._at_store.add(key)
-                            failed.append((key, charges))
-                            continue
-            if was_tried:
-                again.append(key)
-            elif suspect and self._deaths[key] >= self._free_deaths:
-                self._suspects.append(key)
-            else:
-                self._again.append(key)
+        tried = [key for key in keys if key in self._tried]
+        self._tried.difference_update(tried)
+        failed = []
+        if suspect:
+            self._deaths.update(keys)
+            if tried:
+                self._limit = 1
+            if tried == keys and len(keys) == 1:
+                (culprit,) = keys
+                self._charges[culprit] += 1
+                if self._charges[culprit] >= self._max_charges:
+                    failed.append((culprit, self._charges.pop(culprit)))
+                    del self._deaths[culprit]
+                    self._at_store.add(culprit)
+                    tried = []
         # Before those that were not tried yet: the company of a culprit gets smaller each time.
-        self._suspects.extendleft(reversed(again))
+        self._suspects.extendleft(reversed(tried))
+        for key in keys:
+            if key not in tried and key not in self._at_store:
+                is_suspect = suspect and self._deaths[key] >= self._free_deaths
+                (self._suspects if is_suspect else self._again).append(key)
         return failed
 
     def stop(self) -> None:
         """Gives out nothing more; what is in flight goes on."""
         self._stopped = True
 
-    def _assign_suspects(self, given: dict[int, list[RolloutKey]], room: int) -> int:
-        """Gives suspects to the worker that is theirs; returns how many."""
+    def _next_suspects(self, room: int) -> list[RolloutKey]:
+        """Takes the suspects that their worker gets now."""
         if not self._suspects and not self._tried:
-            self._reserved, self._limit = None, 1
-        elif self._reserved is None and self._workers:
-            self._reserved = min(self._workers, key=lambda worker: (len(self._workers[worker]), worker))
-        if self._reserved is None or not (held := self._workers[self._reserved]) <= self._tried:
-            return 0
+            self._trial, self._limit = None, 1
+        elif self._trial is None and self._workers:
+            self._trial = min(self._workers, key=lambda worker: (len(self._workers[worker]), worker))
+        if self._trial is None or not (held := self._workers[self._trial]) <= self._tried:
+            return []
         count = max(0, min(room, len(self._suspects), min(self._limit, self.share) - len(held)))
-        for _ in range(count):
-            key = self._suspects.popleft()
-            self._tried.add(key)
-            held.add(key)
-            given.setdefault(self._reserved, []).append(key)
-        return count
+        return [self._suspects.popleft() for _ in range(count)]
 
     def _next(self) -> RolloutKey | None:
         if self._again:
             return self._again.popleft()
-        if self._keys is not None:
-            key = next(self._keys, None)
-            if key is not None:
-                return key
-            self._keys = None
+        if self._keys is not None and (key := next(self._keys, None)) is not None:
+            return key
+        self._keys = None
         return None

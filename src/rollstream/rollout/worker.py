@@ -12,12 +12,13 @@ A worker never raises for what one rollout does; it raises when the engine is lo
 
 A request that brings its engine down would do so for ever, uncharged, with all others. So a rollout that
 was in flight at `_FREE_OUTAGES` outages is a suspect; a suspect that is alone in flight at an outage is
-charged an attempt (see `isolation`).
+charged an attempt (see `_Isolator`).
 """
 
 import asyncio
 import hashlib
 import logging
+import math
 import random
 import time
 import traceback
@@ -38,7 +39,6 @@ from rollstream.errors import (
 )
 from rollstream.reward.base import last_answer, scored_row
 from rollstream.rollout.availability import EngineAvailability
-from rollstream.rollout.isolation import PoisonIsolator
 from rollstream.rollout.retry import RetryPolicy, find_unavailable, is_transient
 from rollstream.rollout.validate import check_trajectories
 from rollstream.sampling import sampling_of_row
@@ -66,6 +66,46 @@ class RewardScorer(Protocol):
     async def score(self, row: PromptRow, solution_str: str) -> tuple[float | None, dict[str, Any]]:
         """Returns the score (None: no rule for this row) and what else the reward says."""
         ...
+
+
+class _Isolator:
+    """Who may be in flight while requests are sought that bring their engine down.
+
+    While there are suspects nobody else starts, and of the suspects `limit` may be in flight: one at first, twice
+    as many after each that passes, one again after an outage. So innocents are through after a few rounds, and
+    whoever is alone in flight at an outage has caused it. Owns no task and no clock.
+    """
+
+    def __init__(self) -> None:
+        self.suspects = 0
+        self._in_flight = 0
+        self._limit = 1
+        self._changed = asyncio.Event()
+
+    def resolve(self, *, passed: bool) -> None:
+        """A suspect has ended; `passed`: it completed, so it was innocent."""
+        self.suspects -= 1
+        self._limit = 1 if not self.suspects else self._limit * 2 if passed else self._limit
+        self._notify()
+
+    async def enter(self, *, suspected: bool) -> bool:
+        """Waits until an attempt may begin. Returns whether it is alone in flight, and will be."""
+        while self._in_flight >= self._limit if suspected else self.suspects:
+            await self._changed.wait()
+        self._in_flight += 1
+        return suspected and self._limit == 1
+
+    def leave(self, *, outage: bool) -> None:
+        """The attempt is over; `outage`: the engine went away under it."""
+        self._in_flight -= 1
+        if outage:
+            self._limit = 1
+        if self.suspects:
+            self._notify()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
 
 class RolloutWorker:
@@ -110,7 +150,7 @@ class RolloutWorker:
         self._refusal_patience = refusal_patience
         self._reward = reward
         self._loops = loops or AgentLoops()
-        self._isolator = PoisonIsolator()
+        self._isolator = _Isolator()
         self._jitter = random.Random()
         self.counters = counts or Counts()
 
@@ -124,54 +164,49 @@ class RolloutWorker:
         """
         name = name or f"{row.index}-{repeat}"
         dispatched = time.monotonic()
-        attempt, outages, suspected, passed = 1, 0, False, False
-        refusals, refused_at = 0, 0.0
+        attempt, outages, refusals, refused_at = 1, 0, 0, math.inf
+        suspected = passed = False
         try:
-            while True:
+            while not passed:
                 await self._availability.wait()
                 alone = await self._isolator.enter(suspected=suspected)
-                returns = self._availability.returns
-                started = time.monotonic()
-                unavailable = None
+                returns, started, outage = self._availability.returns, time.monotonic(), None
                 try:
                     if not self._availability.is_available:
                         continue  # it closed while this one waited
                     loop, trajectories = await self._attempt(row, repeat, attempt, f"{name}-{attempt}")
-                except Exception as error:
-                    unavailable = find_unavailable(error)
-                    failure = error
-                else:
                     passed = True
                     break
+                except Exception as error:
+                    failure, outage = error, find_unavailable(error)
                 finally:
-                    self._isolator.leave(outage=unavailable is not None)
-                if unavailable is not None:
-                    self._availability.mark_away(unavailable, returns)
+                    self._isolator.leave(outage=outage is not None)
+                if outage is not None:
+                    self._availability.mark_away(outage, returns)
                     self.counters.unavailable += 1
                     outages += 1
                     if outages >= _FREE_OUTAGES and not suspected:
                         suspected = True
-                        self._isolator.suspect()
+                        self._isolator.suspects += 1
                     if not alone:
                         continue
                 if isinstance(failure, EngineOverloadedError):
                     refusals += 1
-                    refused_at = refused_at or time.monotonic()
+                    refused_at = min(refused_at, time.monotonic())
                     if time.monotonic() - refused_at < self._refusal_patience:
                         # The engine is there and full: it makes room at the pace of answers, not of retries.
-                        wait = min(_REFUSAL_WAIT_S_MAX, self._retry.wait(refusals, self._jitter))
-                        await asyncio.sleep(wait)
+                        await asyncio.sleep(
+                            min(_REFUSAL_WAIT_S_MAX, self._retry.wait(refusals, self._jitter))
+                        )
                         continue
-                again = unavailable is not None or is_transient(failure)
-                if not again or attempt >= self._retry.max_attempts:
+                if attempt >= self._retry.max_attempts or not (outage is not None or is_transient(failure)):
                     return make_failure(row.index, repeat, row.prompt_key, attempt, _stage(failure), failure)
                 self.counters.retries += 1
                 wait = self._retry.wait(attempt, self._jitter)
-                self._say(
-                    "rollout (%d, %d): attempt %d: %s; again in %.1f s",
-                    *(row.index, repeat, attempt, _one_line(failure), wait),
-                    often=self.counters.retries,
+                line = (
+                    f"({row.index}, {repeat}): attempt {attempt}: {_one_line(failure)}; again in {wait:.1f} s"
                 )
+                _log_few(line, self.counters.retries)
                 attempt += 1
                 await asyncio.sleep(wait)
         finally:
@@ -205,7 +240,7 @@ class RolloutWorker:
     async def _attempt(
         self, row: PromptRow, repeat: int, attempt: int, request_id: str
     ) -> tuple[AgentLoop, Sequence[Trajectory]]:
-        """The loop, which the caller closes, and what it gave."""
+        """The loop, which the caller closes, and its result."""
         name = row.agent_name or self._default_loop
         loop = self._loops.create(name, self._resources, request_id=request_id)
         try:
@@ -218,24 +253,24 @@ class RolloutWorker:
         self, loop: AgentLoop, name: str, row: PromptRow, repeat: int, attempt: int
     ) -> Sequence[Trajectory]:
         sampling = self._sampling
-        if (given := row.columns.get("sampling_params")) is not None:
-            sampling = sampling_of_row(sampling, given)
+        if (own := row.columns.get("sampling_params")) is not None:
+            sampling = sampling_of_row(sampling, own)
         if self._seed is not None:
             sampling = replace(sampling, seed=rollout_seed(self._seed, row.index, repeat))
+        arguments = {
+            **row.columns,
+            "raw_prompt": row.messages,
+            "prompt_key": row.prompt_key,
+            "index": row.index,
+            "data_source": row.data_source,
+            "ground_truth": row.ground_truth,
+            "extra_info": row.extra_info,
+            "tools_kwargs": row.tools_kwargs,
+            "images": row.images,
+        }
         try:
             async with asyncio.timeout(self._attempt_timeout) as limit:
-                result = await loop.run(
-                    sampling,
-                    raw_prompt=row.messages,
-                    prompt_key=row.prompt_key,
-                    index=row.index,
-                    data_source=row.data_source,
-                    ground_truth=row.ground_truth,
-                    extra_info=row.extra_info,
-                    tools_kwargs=row.tools_kwargs,
-                    images=row.images,
-                    **{key: value for key, value in row.columns.items() if key not in _ROW_KEYS},
-                )
+                result = await loop.run(sampling, **arguments)
         except TimeoutError as error:
             if limit.expired():
                 self.counters.timeouts += 1
@@ -296,19 +331,9 @@ class RolloutWorker:
         except RewardError as error:
             self.counters.reward_errors += 1
             final.reward_extra = {**final.reward_extra, "error": _one_line(error)}
-            self._say(
-                "rollout (%d, %d) could not be scored: %s",
-                *(row.index, repeat, _one_line(error)),
-                often=self.counters.reward_errors,
-            )
+            line = f"({row.index}, {repeat}) could not be scored: {_one_line(error)}"
+            _log_few(line, self.counters.reward_errors)
         final.metrics.reward_s = time.monotonic() - started
-
-    def _say(self, message: str, *arguments: object, often: int) -> None:
-        """Logs what may happen to every rollout: the first few times loudly, then for the curious."""
-        level = logging.WARNING if often <= _SAID_LOUDLY else logging.DEBUG
-        logger.log(level, message, *arguments)
-        if often == _SAID_LOUDLY:
-            logger.warning("further ones are counted, and logged at log_level=debug")
 
     def _answer(self, final: Trajectory) -> str:
         if (text := last_answer(final.messages)) is not None:
@@ -317,18 +342,9 @@ class RolloutWorker:
         return self._resources.tokenizer.decode(sampled)
 
 
-_ROW_KEYS = frozenset(
-    {
-        "raw_prompt",
-        "prompt_key",
-        "index",
-        "data_source",
-        "ground_truth",
-        "extra_info",
-        "tools_kwargs",
-        "images",
-    }
-)
+def _log_few(line: str, count: int) -> None:
+    """Logs what may happen to every rollout: the first few times loudly, then for the curious."""
+    logger.log(logging.WARNING if count <= _SAID_LOUDLY else logging.DEBUG, "rollout %s", line)
 
 
 def rollout_seed(seed: int, index: int, repeat: int) -> int:

@@ -1,7 +1,5 @@
-"""A worker's side of a run: executes rollouts and reports what became of them.
-
-The same host runs in this process (`LocalBackend`), in a process of this machine (`processes`) and as a Ray actor
-(`ray`): only how orders and reports travel differs.
+"""A worker that takes orders and reports: in the driver's event loop, in a process of its own (`processes`) and as
+a Ray actor (`ray`). Only how orders and reports travel differs.
 """
 
 import asyncio
@@ -17,7 +15,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.load import Counts, RequestMeter, ask_load
@@ -45,13 +43,8 @@ _LOG_LINES = 200
 Result = Rollout | EncodedRollout | Failure
 """What became of a rollout; encoded where it has travelled."""
 
-
 Run = Callable[[PromptRow, int], Awaitable[Rollout | Failure]]
 """Executes one rollout to its end. Raises `EngineLostError` when the engine stays away."""
-
-
-async def _nothing_to_close() -> None:
-    return
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +54,7 @@ class BuiltWorker:
     worker: RolloutWorker
     meter: RequestMeter
     availability: EngineAvailability
-    close: Callable[[], Awaitable[None]] = _nothing_to_close
+    close: Callable[[], Awaitable[None]] | None = None
     """Releases all of it."""
     engine: object = None
     """Asked how busy it is, where it is this worker's own, so that its load is added to the others'."""
@@ -77,7 +70,6 @@ class BuiltWorker:
 
     @property
     def calls(self) -> int:
-        """Requests at the engine now."""
         return self.meter.calls
 
     @property
@@ -86,7 +78,6 @@ class BuiltWorker:
 
     @property
     def returns(self) -> int:
-        """Changes whenever the engine has come back."""
         return self.availability.returns
 
 
@@ -94,10 +85,7 @@ class WorkerRecipe(Protocol):
     """How a worker is made, wherever it is made. Travels by pickle."""
 
     async def build(self, number: int) -> BuiltWorker:
-        """Makes and starts one.
-
-        Args:
-            number: of the worker, from 0; one that replaces another has the same.
+        """Makes and starts worker `number`, from 0; one that replaces another has the same number.
 
         Raises:
             RollstreamError: it cannot be.
@@ -138,7 +126,7 @@ class WorkItem:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """What a worker says."""
+    """What happened at a worker since its last report."""
 
     results: list[Result] = field(default_factory=list)
     status: Status = field(default_factory=WorkerStatus)
@@ -147,7 +135,7 @@ class WorkerReport:
 
 
 class WorkerHost:
-    """Executes rollouts. All methods run in one event loop.
+    """Executes rollouts. All methods run in one event loop; see `WorkerHandle`.
 
     Args:
         recipe: what the worker is made from.
@@ -159,31 +147,25 @@ class WorkerHost:
     def __init__(
         self, recipe: WorkerRecipe, number: int, place: WorkerPlace | None = None, *, linger_s: float = 0.0
     ) -> None:
-        self._linger_s = linger_s
-        self._recipe = recipe
-        self._number = number
-        self._place = place
+        self._recipe, self._number, self._place, self._linger_s = recipe, number, place, linger_s
         self._codec = RecordCodec()
         self._results: deque[Result] = deque()
+        self._logs = _LogTail()
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._fatal: BaseException | None = None
-        self._load_asked = 0.0
-        self._logs = _LogTail()
-        self._built: BuiltWorker | None = None
-        self._run: Run
         self._load: EngineLoad | None = None
+        self._load_asked = 0.0
+        self._built: BuiltWorker | None = None
 
     async def start(self) -> int:
-        """Makes the worker; returns its process id. Raises what the recipe does."""
         if self._place is not None:
             self._place.take()
             logger = logging.getLogger("rollstream")
             logger.setLevel(self._place.log_level)
             logger.addHandler(self._logs)
             logger.propagate = False
-        self._built = built = await self._recipe.build(self._number)
-        self._run = built.run or built.worker.run
+        self._built = await self._recipe.build(self._number)
         if self._place is not None:
             # What the start made stays: walking it again and again would cost a tenth of the worker's CPU.
             gc.collect()
@@ -213,18 +195,15 @@ class WorkerHost:
                 await asyncio.sleep(self._linger_s)
             self._news.clear()
             report = await self._report()
-            if report.results or not self._fatal:
-                yield report
-            else:
+            if not report.results and self._fatal:
                 raise self._fatal
+            yield report
 
     async def follow(self, urls: Sequence[str]) -> None:
-        """The engine's servers are others now."""
         if (follow := self._running.follow) is not None:
             await follow(urls)
 
     async def drop(self) -> None:
-        """Cuts off what is in flight."""
         self.kill()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -234,9 +213,8 @@ class WorkerHost:
             task.cancel()
 
     async def close(self) -> None:
-        """Cuts off what is in flight and releases everything."""
         await self.drop()
-        if self._built is not None:
+        if self._built is not None and self._built.close is not None:
             await self._built.close()
 
     @property
@@ -245,18 +223,20 @@ class WorkerHost:
         return self._built
 
     async def _execute(self, item: WorkItem) -> None:
-        result: Result
         try:
             row = pickle.loads(item.row) if isinstance(item.row, bytes) else item.row
         except Exception as error:
-            result = make_failure(item.index, item.repeat, item.prompt_key, 1, "prompt", error)
-        else:
-            result = await self._run(row, item.repeat)
+            self._deliver(make_failure(item.index, item.repeat, item.prompt_key, 1, "prompt", error))
+            return
+        result: Result = await (self._running.run or self._running.worker.run)(row, item.repeat)
         if self._place is not None and isinstance(result, Rollout):
             try:
                 result = self._codec.encode(result)
             except EncodingError as error:
                 result = make_failure(item.index, item.repeat, item.prompt_key, 1, "store", error)
+        self._deliver(result)
+
+    def _deliver(self, result: Result) -> None:
         self._results.append(result)
         self._news.set()
 
@@ -274,16 +254,14 @@ class WorkerHost:
             size += len(result.body) if isinstance(result, EncodedRollout) else 0
         if self._results:
             self._news.set()
-        if self._place is None:
-            return WorkerReport(results, self._running)
-        return WorkerReport(results, await self._status(), self._logs.take())
-
-    async def _status(self) -> WorkerStatus:
         built = self._running
+        if self._place is None:
+            return WorkerReport(results, built)
         if built.engine is not None and time.monotonic() - self._load_asked >= _LOAD_EVERY_S:
             self._load_asked = time.monotonic()
             self._load = await ask_load(built.engine)
-        return WorkerStatus(copy(built.counts), built.calls, built.is_available, built.returns, self._load)
+        status = WorkerStatus(copy(built.counts), built.calls, built.is_available, built.returns, self._load)
+        return WorkerReport(results, status, self._logs.take())
 
 
 class LocalBackend:
@@ -302,12 +280,6 @@ class LocalBackend:
     def spawn(self, number: int) -> WorkerHost:
         return WorkerHost(self, number)
 
-    async def waits_for_room(self, handle: Any) -> bool:
-        return False
-
-    def describe_room(self) -> str:
-        return "it is in this process"
-
 
 class _LogTail(logging.Handler):
     """Keeps log lines for the next report."""
@@ -320,7 +292,6 @@ class _LogTail(logging.Handler):
         self._lines.append((record.levelno, record.name, self.format(record)))
 
     def take(self) -> list[tuple[int, str, str]]:
-        """What came since the last time."""
         lines = list(self._lines)
         self._lines.clear()
         return lines

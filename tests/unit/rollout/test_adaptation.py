@@ -1,7 +1,6 @@
 """The cap at work: real servers' queues and refusals, outages, stops, and a machine that breaks."""
 
 import asyncio
-import logging
 from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
@@ -36,13 +35,9 @@ ROWS = [index for index in range(150) if index not in (3, 5)]  # those two fail 
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("metrics", [True, False])
-async def test_a_long_queue_is_cut_short_and_nothing_is_lost(
-    tmp_path: Path, metrics: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "rollstream.rollout.concurrency")
+async def test_a_long_queue_is_cut_short_and_nothing_is_lost(tmp_path: Path) -> None:
     async with StubServer(response_tokens=8, latency=Latency("fixed", 0.02), max_running=4) as server:
-        server.faults = Faults(no_metrics=not metrics)  # then /get_load says it
+        server.faults = Faults(no_metrics=True)  # then /get_load says it
         engine = SGLangEngine([server.url])
         await engine.start()
         with open_dir(tmp_path) as run:
@@ -56,7 +51,6 @@ async def test_a_long_queue_is_cut_short_and_nothing_is_lost(
         await engine.close()
     assert harness.executor.counters.in_flight == 0
     assert 4 < harness.executor.cap <= 32
-    assert "queued behind 4" in caplog.text
 
 
 @pytest.mark.usefixtures("quick")
@@ -152,21 +146,6 @@ async def test_slots_that_wait_for_room_end_with_the_run(tmp_path: Path, how: st
         await harness.close()
         assert harness.executor.counters.in_flight == 0
         assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-
-
-@pytest.mark.usefixtures("quick")
-async def test_an_engine_that_cannot_say_its_load_is_no_reason_to_stop(tmp_path: Path) -> None:
-    engine = await busy(latency=0.002)
-    engine.said = RuntimeError("a bug in somebody's engine")
-    with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, max_in_flight=4, adaptive=True)
-        try:
-            await harness.executor.run(run.state.keys.owed(ROWS[:40], retry_failed=False))
-        finally:
-            await harness.close()
-        assert run.state.keys.done == 80
-    assert engine.asked > 5
-    assert harness.executor.cap == 4
 
 
 async def test_a_broken_adaptation_ends_the_run_with_its_error(

@@ -291,21 +291,16 @@ async def test_loops_that_misbehave_hurt_only_themselves(tmp_path: Path) -> None
         await harness.work(20)
         assert run.state.keys.done + run.state.keys.failed == 40
     failures = {one.index: one for one in Run.open(tmp_path).failures() if one.repeat == 0}
-    assert "attempt 3 took longer than 0.05 s" in failures[0].error
-    assert ("it was in the agent loop" in failures[0].error, failures[0].stage) == (True, "agent")
-    assert "bug in the loop" in failures[1].error
-    assert "must return trajectories" in failures[2].error
-    assert "lengths differ" in failures[6].error
-    assert "lengths differ" in failures[7].error
-    assert "CancelledError" in failures[8].error
-    assert "must be a number" in failures[9].error
-    assert "must be finite" in failures[10].error
-    for index, error in ENDS.items():
-        assert f"agent loop 'hanging_agent' raised {error!r}" in failures[index].error
-    for index, wrong in NO_IDS.items():
-        said = f"response_ids has {wrong}; ids are whole numbers from 0 to 511, the vocabulary of 512"
-        assert said in failures[index].error
-    assert failures.keys() == {0, 1, 2, *range(5, 20)}
+    kinds = {index: failure.error.partition(":")[0] for index, failure in failures.items()}
+    assert kinds == {
+        0: "AttemptTimeoutError",
+        1: "KeyError",
+        **dict.fromkeys([2, 9, 11], "TypeError"),
+        5: "DataError",
+        **dict.fromkeys([6, 7, 10, *NO_IDS], "ValueError"),
+        **dict.fromkeys([8, *ENDS], "RuntimeError"),
+    }
+    assert (failures[0].attempts, failures[0].stage) == (3, "agent")
     assert keys_on_disk(tmp_path) == [(i, r, t) for i in (3, 4) for r in range(N) for t in range(3)]
 
 

