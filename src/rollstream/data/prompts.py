@@ -48,7 +48,7 @@ class FileDigest(TypedDict):
 
 
 class KnownDataset(NamedTuple):
-    """What an earlier run found out about its dataset, from its manifest. See `PromptDataset`."""
+    """The facts about all rows of a dataset, as a run's manifest keeps them. See `PromptDataset`."""
 
     file_digests: list[FileDigest]
     fingerprint: str
@@ -70,7 +70,7 @@ class PromptDataset:
         truth_column: As of `parse_row`.
         shuffle_seed: Visit the rows in the random order of this seed; None: as they come.
         max_samples: Visit this many rows at most; None: all.
-        known: What an earlier run found out; used when the files are the same, byte for byte.
+        known: Facts that an earlier run found; used when the files are the same, byte for byte.
 
     Raises:
         DataError: The first row cannot be used; names further ones, too.
@@ -90,21 +90,19 @@ class PromptDataset:
         self._prompt_column, self._truth_column = prompt_column, truth_column
         self._known = known
         self._file_digests: list[FileDigest] | None = None
-        self._fingerprint: str | None = None
+        self._facts: KnownDataset | None = None
         self._digests: bytes | None = None  # content digests by index, 16 bytes each; once scanned
-        self._visiting = _visiting_order(len(source), shuffle_seed)
+        self._visiting = np.arange(len(source), dtype=np.int64)
+        if shuffle_seed is not None:
+            # RandomState and not default_rng: numpy keeps its stream for ever, and the order is identity.
+            self._visiting = np.random.RandomState(shuffle_seed).permutation(len(source)).astype(np.int64)
         self.max_samples = max_samples
         self._row_bytes = lru_cache(maxsize=_KEPT_ROWS)(self._read)
-        self._agent_names: dict[str | None, int] = {}
-        self._has_images = False
-        self._data_sources: Counter[str] = Counter()
         try:
-            first = self.row(0)
+            self.row(0)
         except DataError:
             self._scan()  # names further bad rows, too
             raise
-        self._agent_names[first.agent_name] = 0
-        self._has_images = bool(first.images)
 
     def __len__(self) -> int:
         """Rows in the files, before filter and cut."""
@@ -131,15 +129,11 @@ class PromptDataset:
     def _read(self, index: int) -> bytes:
         try:
             prompt_row, digest = self._parse(index)
+            at = index * _DIGEST_BYTES
+            if self._digests is not None and self._digests[at : at + _DIGEST_BYTES] != digest:
+                raise BadRow("the row has changed since the run began")
         except BadRow as error:
-            changed = "" if self._digests is None else "; it could be read when the run began"
-            raise DataError(f"{self._source.location(index)}: {error}{changed}") from error
-        at = index * _DIGEST_BYTES
-        if self._digests is not None and self._digests[at : at + _DIGEST_BYTES] != digest:
-            raise DataError(
-                f"{self._source.location(index)}: the row has changed since the run began; "
-                "leave data files alone while a run uses them"
-            )
+            raise DataError(f"{self._source.location(index)}: {error}") from error
         if prompt_row.images and (folder := self._source.folder(index)) is not None:
             prompt_row.images = resolve(prompt_row.images, folder)
         return marshal.dumps([getattr(prompt_row, name) for name in _FIELDS])
@@ -180,41 +174,29 @@ class PromptDataset:
     def fingerprint(self) -> str:
         """Digest over the content of all rows, by index: 32 hexadecimal digits.
 
-        Rows that are written to other files, in another format or with other key order keep it. The first
-        time it reads and checks every row, unless the files are those of `known`.
+        Rows that are written to other files, in another format or with other key order keep it.
 
         Raises:
             DataError: Rows that cannot be used: names the first five, and how many there are.
         """
-        if self._fingerprint is None:
-            if self._known is not None and self.file_digests is not None and self._same_files(self._known):
-                self._fingerprint = self._known.fingerprint
-                for name in self._known.agent_names:
-                    self._agent_names.setdefault(name, 0)
-                self._has_images |= self._known.has_images
-                self._data_sources.update(self._known.data_sources)
-            else:
-                self._fingerprint = self._scan()
-        return self._fingerprint
+        return self._all_rows().fingerprint
 
-    def agent_names(self) -> set[str]:
+    def agent_names(self) -> frozenset[str]:
         """The agent loops that rows name, each by its `agent_name`; rows that name none add nothing."""
-        _ = self.fingerprint
-        return {name for name in self._agent_names if name is not None}
+        return self._all_rows().agent_names
 
     def first_row_of(self, agent_name: str) -> str:
         """Where the first row that names this agent loop is, for people."""
-        return self.location(self._agent_names[agent_name])
+        indices = (index for index in range(len(self)) if self.row(index).agent_name == agent_name)
+        return self.location(next(indices))
 
     def has_images(self) -> bool:
         """Whether a row has images."""
-        _ = self.fingerprint
-        return self._has_images
+        return self._all_rows().has_images
 
-    def data_sources(self) -> dict[str, int]:
+    def data_sources(self) -> Mapping[str, int]:
         """How many rows of the files are of each data source."""
-        _ = self.fingerprint
-        return dict(self._data_sources)
+        return self._all_rows().data_sources
 
     def prompt_keys(self) -> Iterator[str]:
         """The prompt keys of all rows, by index. Reads and checks every row if that was not done yet.
@@ -223,41 +205,56 @@ class PromptDataset:
             DataError: As `fingerprint`.
         """
         if self._digests is None:
-            self._fingerprint = self._scan()
+            self._facts = self._scan()
         assert self._digests is not None
         for start in range(0, len(self._digests), _DIGEST_BYTES):
             yield self._digests[start : start + _DIGEST_BYTES].hex()
 
-    def _same_files(self, known: KnownDataset) -> bool:
-        mine = [(file["size"], file["digest"]) for file in self.file_digests or ()]
-        return mine == [(file["size"], file["digest"]) for file in known.file_digests]
+    def _all_rows(self) -> KnownDataset:
+        if self._facts is None:
+            known = self._known
+            mine = [(file["size"], file["digest"]) for file in self.file_digests or ()] if known else []
+            if (
+                known is not None
+                and mine
+                and mine == [(file["size"], file["digest"]) for file in known.file_digests]
+            ):
+                self._facts = known
+            else:
+                self._facts = self._scan()
+        return self._facts
 
-    def _scan(self) -> str:
+    def _scan(self) -> KnownDataset:
         """Reads every row once: checks it, keeps its digest, and digests those."""
-        shown: list[str] = []
-        bad = 0
+        errors: list[str] = []
         digests = bytearray()
-        self._data_sources.clear()
+        agent_names: set[str | None] = {None}
+        data_sources: Counter[str] = Counter()
+        has_images = False
+        bad = 0
         for index in range(len(self)):
             try:
                 prompt_row, digest = self._parse(index)
             except BadRow as error:
                 bad += 1
-                if len(shown) < _SHOWN_ERRORS:
-                    shown.append(f"{self._source.location(index)}: {error}")
+                if bad <= _SHOWN_ERRORS:
+                    errors.append(f"{self._source.location(index)}: {error}")
                 continue
-            self._agent_names.setdefault(prompt_row.agent_name, index)
-            self._has_images = self._has_images or bool(prompt_row.images)
-            known = len(self._data_sources) < _KEPT_SOURCES or prompt_row.data_source in self._data_sources
-            self._data_sources[prompt_row.data_source if known else OTHER_SOURCES] += 1
+            agent_names.add(prompt_row.agent_name)
+            has_images = has_images or bool(prompt_row.images)
+            is_counted = len(data_sources) < _KEPT_SOURCES or prompt_row.data_source in data_sources
+            data_sources[prompt_row.data_source if is_counted else OTHER_SOURCES] += 1
             digests += digest
+        if bad == 1:
+            raise DataError(errors[0])
         if bad:
-            more = f"\n  … and {bad - len(shown)} more" if bad > len(shown) else ""
-            listed = f"{bad} of {len(self)} rows cannot be used:\n  " + "\n  ".join(shown) + more
-            raise DataError(shown[0] if bad == 1 else listed)
+            more = [f"… and {bad - len(errors)} more"] if bad > len(errors) else []
+            raise DataError("\n  ".join([f"{bad} of {len(self)} rows cannot be used:", *errors, *more]))
         self._digests = bytes(digests)
         self._row_bytes.cache_clear()  # what was read before is compared, too
-        return hashlib.blake2b(digests, digest_size=_DIGEST_BYTES).hexdigest()
+        fingerprint = hashlib.blake2b(digests, digest_size=_DIGEST_BYTES).hexdigest()
+        names = frozenset(name for name in agent_names if name is not None)
+        return KnownDataset(self._file_digests or [], fingerprint, names, has_images, dict(data_sources))
 
 
 def load_prompts(
@@ -268,8 +265,7 @@ def load_prompts(
     Args:
         data: `data` of the configuration; used are train_files, custom_cls, prompt_key, ground_truth_key,
             shuffle, seed and train_max_samples. Lengths are for `filter_overlong` and `truncate`.
-        known: What an earlier run found out about its dataset; spares reading all rows when the files are
-            the same, byte for byte.
+        known: As of `PromptDataset`.
         rows: Given in memory, instead of data that are named.
 
     Raises:
@@ -278,20 +274,19 @@ def load_prompts(
     """
     if data.train_max_samples == 0:
         raise ConfigError("data.train_max_samples: 0 leaves no rows; -1 takes all")
-    source: RowSource
-    if rows is not None:
-        if data.files or data.custom_cls.path or data.custom_cls.name:
-            raise ConfigError(
-                "prompts are given in memory, so data.train_files, data.custom_cls and train_tasks stay unset"
-            )
-        source = rows
-    elif data.custom_cls.path or data.custom_cls.name:
+    has_class = bool(data.custom_cls.path or data.custom_cls.name)
+    source = rows
+    if source is not None and (data.files or has_class):
+        raise ConfigError(
+            "prompts are given in memory, so data.train_files, data.custom_cls and train_tasks stay unset"
+        )
+    if source is None and has_class:
         source = custom_rows(data)
-    else:
-        if not data.files:
-            raise ConfigError(
-                "data.train_files: not set; name the files with prompts, or train_tasks to build some"
-            )
+    if source is None and not data.files:
+        raise ConfigError(
+            "data.train_files: not set; name the files with prompts, or train_tasks to build some"
+        )
+    if source is None:
         sources = [open_source(path) for path in expand_paths(data.files)]
         source = sources[0] if len(sources) == 1 else Concatenated(sources)
     return PromptDataset(
@@ -315,18 +310,10 @@ def _digest_file(file: Path) -> FileDigest:
     return {"name": name, "size": size, "digest": digest.hexdigest()}
 
 
-def _visiting_order(rows: int, shuffle_seed: int | None) -> npt.NDArray[np.int64]:
-    if shuffle_seed is None:
-        return np.arange(rows, dtype=np.int64)
-    # RandomState and not default_rng: numpy promises to keep its stream for ever, and the order is identity.
-    return np.random.RandomState(shuffle_seed).permutation(rows).astype(np.int64, copy=False)
-
-
 class OverlongCount(NamedTuple):
-    """What `filter_overlong` did."""
+    """How many rows `filter_overlong` left out, of how many."""
 
     removed: int
-    """Rows left out."""
     checked: int
     """Rows whose length was looked at; fewer than all when `max_samples` was reached before."""
 
@@ -344,34 +331,32 @@ def filter_overlong(
     Rows are looked at in visiting order and only until `max_samples` of them fit.
 
     Args:
-        dataset: Changed: its `order` afterwards has rows that fit, in the same order as before.
+        dataset: Its `order` is changed.
         measure: Gives the prompt length of each row, in tokens.
         max_prompt_length: Tokens; a prompt of exactly this length stays.
         batch_size: Rows given to `measure` at once.
-
-    Returns:
-        How many rows were left out, of how many looked at.
 
     Raises:
         DataError: No row fits, or a row cannot be used.
     """
     visiting = dataset.visiting
-    fits: list[bool] = []
-    fitting, shortest, said = 0, np.inf, time.monotonic()
+    lengths: list[int] = []
+    fitting, told = 0, time.monotonic()
     for start in range(0, len(visiting), batch_size):
-        lengths = measure([dataset.row(index) for index in visiting[start : start + batch_size].tolist()])
-        fits += [length <= max_prompt_length for length in lengths]
-        fitting += fits[start:].count(True)
-        shortest = min(shortest, *lengths)
-        if time.monotonic() - said > _PROGRESS_SECONDS:
-            said = time.monotonic()
-            logger.info("data.filter_overlong_prompts: %d of %d prompts measured", len(fits), len(visiting))
+        batch = measure([dataset.row(index) for index in visiting[start : start + batch_size].tolist()])
+        lengths += batch
+        fitting += sum(length <= max_prompt_length for length in batch)
+        if time.monotonic() - told > _PROGRESS_SECONDS:
+            told = time.monotonic()
+            logger.info(
+                "data.filter_overlong_prompts: %d of %d prompts measured", len(lengths), len(visiting)
+            )
         if dataset.max_samples is not None and fitting >= dataset.max_samples:
             break
     if not fitting:
         raise DataError(
-            f"all {len(fits)} prompts are longer than data.max_prompt_length={max_prompt_length} tokens "
-            f"(the shortest has {shortest}); raise it"
+            f"all {len(lengths)} prompts are longer than data.max_prompt_length={max_prompt_length} tokens "
+            f"(the shortest has {min(lengths)}); raise it"
         )
-    dataset.restrict(visiting[: len(fits)][fits])
-    return OverlongCount(removed=len(fits) - fitting, checked=len(fits))
+    dataset.restrict(visiting[: len(lengths)][np.asarray(lengths) <= max_prompt_length])
+    return OverlongCount(removed=len(lengths) - fitting, checked=len(lengths))

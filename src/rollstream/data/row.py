@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 
 from rollstream.chat.messages import MessageError, read_messages
-from rollstream.data.row_images import has_images, take_images
+from rollstream.data.row_images import take_images
 from rollstream.data.values import BadRow, Row, content_digest, described
 from rollstream.trajectory import Message, PromptRow
 
@@ -61,12 +61,15 @@ def parse_row(
         row[prompt_column] = in_text
     digest = content_digest(row)
     if prompt_column not in row:
-        there = ", ".join(row) or "(none)"
         raise BadRow(
-            f"no column {prompt_column!r}; the row has: {there}. data.prompt_key names the prompt's column"
+            f"no column {prompt_column!r} (data.prompt_key); the row has: {', '.join(row) or '(none)'}"
         )
     columns = dict(row)
-    messages, images = _take_messages(columns, prompt_column)
+    messages = _read_prompt(columns.pop(prompt_column), prompt_column)
+    for column in _OTHER_MEDIA:
+        if columns.get(column):
+            raise BadRow(f"it has {column}, which are not known: only text and images are")
+    messages, images = take_images(messages, columns.pop("images", None))
     ground_truth = _take_ground_truth(columns, truth_column)
     extra_info: dict[str, Any] = columns.pop("extra_info", {})
     tools_kwargs = columns.pop("tools_kwargs", None) or _mapping(
@@ -120,29 +123,18 @@ def _take_ground_truth(columns: Row, truth_column: str | None) -> Any:
     for name in TRUTH_COLUMNS if truth_column is None else (truth_column,):
         column, _, key = name.partition(".")
         value = columns.get(column)
-        if not key and value is not None:
-            ground_truth = columns.pop(column)
-            break
-        if key and type(value) is dict and value.get(key) is not None:
-            ground_truth = value[key]
-            if column != "extra_info":
-                columns[column] = {other: item for other, item in value.items() if other != key}
-            break
+        ground_truth = value.get(key) if key and type(value) is dict else None if key else value
+        if ground_truth is None:
+            continue
+        if not key:
+            del columns[column]
+        elif column != "extra_info" and type(value) is dict:
+            columns[column] = {other: item for other, item in value.items() if other != key}
+        break
     for column in ("reward_model", "reward_spec"):
         if columns.get(column) == {}:
             del columns[column]
     return ground_truth
-
-
-def _take_messages(columns: Row, prompt_column: str) -> tuple[list[Message], list[str | bytes]]:
-    messages = _messages(columns.pop(prompt_column), prompt_column)
-    image_column = columns.pop("images", None)
-    for column in _OTHER_MEDIA:
-        if columns.get(column):
-            raise BadRow(f"it has {column}, which are not known: only text and images are")
-    if not has_images(messages, image_column):
-        return messages, []
-    return take_images(messages, image_column)
 
 
 def messages_in_text(text: str) -> list[Any] | None:
@@ -154,18 +146,16 @@ def messages_in_text(text: str) -> list[Any] | None:
     except orjson.JSONDecodeError:
         return None
     is_list = type(messages) is list and messages
-    return messages if is_list and all(type(one) is dict and "role" in one for one in messages) else None
+    return messages if is_list and all(type(each) is dict and "role" in each for each in messages) else None
 
 
-def _messages(prompt: Any, column: str) -> list[Message]:
-    if type(prompt) is str:
-        if not prompt:
-            raise BadRow(f"{column} is empty")
+def _read_prompt(prompt: Any, column: str) -> list[Message]:
+    if type(prompt) is str and prompt:
         return [{"role": "user", "content": prompt}]
-    if type(prompt) is not list:
-        raise BadRow(f"{column} is {described(prompt)}, want text or a list of messages")
-    if not prompt:
-        raise BadRow(f"{column} is an empty list, want at least one message")
+    if type(prompt) is not list or not prompt:
+        raise BadRow(
+            f"{column} is {described(prompt) if prompt else 'empty'}, want text or a list of messages"
+        )
     try:
         return read_messages(prompt, column, any_role=True)  # images are found later
     except MessageError as error:

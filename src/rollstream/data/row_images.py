@@ -14,7 +14,6 @@ stored; the images themselves go beside them.
 
 import base64
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -52,6 +51,8 @@ def take_images(messages: list[Message], column: Any) -> tuple[list[Message], li
     """
     given = [] if column is None else column if type(column) is list else [column]
     waiting = [_source(image, f"images[{i}]") for i, image in enumerate(given)]
+    if not waiting and not any(type(message.get("content")) is list for message in messages):
+        return messages, []
     contents = [_parts(message.get("content"), split=bool(waiting)) for message in messages]
     places = sum(_is_bare(part) for parts in contents for part in parts or ())
     if places != len(waiting):
@@ -59,34 +60,35 @@ def take_images(messages: list[Message], column: Any) -> tuple[list[Message], li
             f"its messages have {places} places for images ({MARKER} or an image part without an image), "
             f"but column 'images' has {len(waiting)}"
         )
-    found: list[ImageSource] = []
+    images: list[ImageSource] = []
     rest = iter(waiting)
     for i, parts in enumerate(contents):
-        if parts is None:
-            continue
-        for j, part in enumerate(parts):
+        for j, part in enumerate(parts or ()):
             where = f"messages[{i}].content[{j}]"
-            if part["type"] in _IMAGE_TYPES:
-                found.append(_part_source(part, where, rest))
-                parts[j] = image_part(found[-1])
-            elif part["type"].removesuffix("_url") in _OTHER_MEDIA:
+            if part["type"].removesuffix("_url") in _OTHER_MEDIA:
                 raise BadRow(f"{where} is of type {part['type']!r}: only text and images are known")
+            if part["type"] not in _IMAGE_TYPES:
+                continue
+            own = {key: value for key, value in part.items() if key != "type"}
+            if _is_bare(part):
+                _refuse_more(own, where)
+            images.append(next(rest) if _is_bare(part) else _source(own, where))
+            assert parts is not None
+            parts[j] = image_part(images[-1])
     taken = [
         message if parts is None else message | {"content": parts}
         for message, parts in zip(messages, contents, strict=True)
     ]
-    return taken, found
-
-
-def has_images(messages: list[Message], column: Any) -> bool:
-    """Whether `take_images` has anything to do; quick for rows that are text alone."""
-    return bool(column) or any(type(message.get("content")) is list for message in messages)
+    return taken, images
 
 
 def resolve(images: list[ImageSource], folder: Path) -> list[ImageSource]:
     """The images with relative paths taken from `folder`."""
     return [
-        str(folder / image) if isinstance(image, str) and not _is_url(image) else image for image in images
+        str(folder / image)
+        if isinstance(image, str) and urlsplit(image).scheme not in ("http", "https", "file")
+        else image
+        for image in images
     ]
 
 
@@ -96,33 +98,25 @@ def _parts(content: Any, *, split: bool) -> list[dict[str, Any]] | None:
     Null keys are left out, because Arrow gives all parts all keys. With `split`, a marker in a text becomes
     an image part that does not say which image it is.
     """
-    if type(content) is list:
-        parts = [{key: value for key, value in part.items() if value is not None} for part in content]
-        return [piece for part in parts for piece in _pieces(part)] if split else parts
-    if split and type(content) is str and MARKER in content:
-        return _pieces({"type": "text", "text": content})
-    return None
-
-
-def _pieces(part: dict[str, Any]) -> list[dict[str, Any]]:
-    text = part.get("text")
-    if part["type"] != "text" or type(text) is not str or MARKER not in text:
-        return [part]
-    pieces = re.split(f"({MARKER})", text)
-    return [{"type": "image"} if piece == MARKER else {**part, "text": piece} for piece in pieces if piece]
+    if type(content) is str and split and MARKER in content:
+        content = [{"type": "text", "text": content}]
+    if type(content) is not list:
+        return None
+    parts = []
+    for part in content:
+        part = {key: value for key, value in part.items() if value is not None}
+        text = part.get("text")
+        if split and part["type"] == "text" and type(text) is str and MARKER in text:
+            pieces = [piece for piece in re.split(f"({MARKER})", text) if piece]
+            parts += [{"type": "image"} if piece == MARKER else {**part, "text": piece} for piece in pieces]
+        else:
+            parts.append(part)
+    return parts
 
 
 def _is_bare(part: dict[str, Any]) -> bool:
     """Whether it is an image part that does not say which image it is: the next one of the column."""
     return part["type"] in _IMAGE_TYPES and not any(key in part for key in _SOURCE_KEYS)
-
-
-def _part_source(part: dict[str, Any], where: str, column: Iterator[ImageSource]) -> ImageSource:
-    given = {key: value for key, value in part.items() if key != "type"}
-    if not _is_bare(part):
-        return _source(given, where)
-    _no_more(given, where)
-    return next(column)
 
 
 def _source(image: Any, where: str) -> ImageSource:
@@ -135,7 +129,7 @@ def _source(image: Any, where: str) -> ImageSource:
     key = next((key for key in _SOURCE_KEYS if type(image) is dict and image.get(key) is not None), None)
     if key is None:
         raise BadRow(f"{where} is {described(image)}, want a path, a URL, or a mapping with bytes or path")
-    _no_more({name: value for name, value in image.items() if name not in _SOURCE_KEYS}, where)
+    _refuse_more({name: value for name, value in image.items() if name not in _SOURCE_KEYS}, where)
     if key != "bytes":
         return _source(image[key], f"{where}.{key}")
     try:
@@ -147,17 +141,9 @@ def _source(image: Any, where: str) -> ImageSource:
     return data
 
 
-def _no_more(rest: dict[str, Any], where: str) -> None:
-    """Refuses what would change the image: nothing that is asked for is left out silently."""
-    extra = sorted(
+def _refuse_more(rest: dict[str, Any], where: str) -> None:
+    """Refuses what would change the image, but for OpenAI's default detail."""
+    if extra := sorted(
         key for key, value in rest.items() if value is not None and (key, value) != ("detail", "auto")
-    )
-    if extra:
-        raise BadRow(
-            f"{where} has {', '.join(extra)}, which is not known for an image; "
-            "sizes are those of the model's processor"
-        )
-
-
-def _is_url(text: str) -> bool:
-    return urlsplit(text).scheme in ("http", "https", "file")
+    ):
+        raise BadRow(f"{where} has {', '.join(extra)}, which is not known for an image")

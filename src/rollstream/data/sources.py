@@ -36,12 +36,11 @@ from rollstream.errors import ConfigError, DataError
 from rollstream.user_code import import_name
 
 _FORMATS = {
-    (".parquet", ".pq"): "Parquet",
-    (".jsonl.zst", ".json.zst", ".ndjson.zst"): "JSON Lines by zstd",
-    (".jsonl", ".json", ".ndjson"): "JSON Lines",
+    "Parquet": (".parquet", ".pq"),
+    "JSON Lines by zstd": (".jsonl.zst", ".json.zst", ".ndjson.zst"),
+    "JSON Lines": (".jsonl", ".json", ".ndjson"),
 }
-"""Endings of names, and what such files hold."""
-_BUFFER_BYTES = 1 << 20
+"""Formats, and the endings of their files' names."""
 _SPOOL_BATCH_BYTES = 32 << 20
 """Encoded bytes of a spooled record batch, about. Few are held in memory while spooling."""
 _SPOOL_BATCH_ROWS = 256
@@ -49,7 +48,6 @@ _SPOOL_BATCH_ROWS = 256
 
 VERL_PROMPT = "raw_prompt"
 """The messages, as verl's dataset makes them of `data.prompt_key`."""
-
 
 MISSING_EXTRA = "pip install 'rollstream[tasks]'"
 """What gives the packages that tasks and dataset folders need."""
@@ -70,8 +68,7 @@ class RowSource(ABC):
         self.files = files
 
     @abstractmethod
-    def __len__(self) -> int:
-        """How many rows."""
+    def __len__(self) -> int: ...
 
     @abstractmethod
     def row(self, position: int) -> Row:
@@ -95,8 +92,9 @@ class Concatenated(RowSource):
 
     def __init__(self, sources: Sequence[RowSource]) -> None:
         files = [source.files for source in sources]
-        known = [file for each in files for file in each or ()]
-        super().__init__("several", None, None if None in files else known)
+        super().__init__(
+            "several", None, None if None in files else [file for each in files for file in each or ()]
+        )
         self._sources = list(sources)
         self._begins = [0, *itertools.accumulate(map(len, sources))]
 
@@ -146,8 +144,7 @@ class JsonLines(RowSource):
         self._starts.append(offset)
         if len(self) and os.pread(file.fileno(), 1, self._starts[0]) == b"[":
             raise DataError(
-                f"{path}: holds a JSON array, not JSON Lines (one object a line); "
-                f"`jq -c '.[]' {path} > rows.jsonl` turns it into such a file"
+                f"{path}: a JSON array, not JSON Lines; `jq -c '.[]' {path} > rows.jsonl` makes them of it"
             )
 
     def __len__(self) -> int:
@@ -155,15 +152,12 @@ class JsonLines(RowSource):
 
     def row(self, position: int) -> Row:
         start, end = self._starts[position], self._starts[position + 1]
-        line = b""
-        while len(line) < end - start:  # one pread gives at most 2 GiB
-            try:
-                more = os.pread(self._file.fileno(), end - start - len(line), start + len(line))
-            except OSError as error:
-                raise BadRow(f"the file cannot be read ({error})") from error
-            if not more:
-                raise BadRow("the file has become shorter since it was opened")
-            line = line + more if line else more
+        try:
+            line = os.pread(self._file.fileno(), end - start, start)
+        except OSError as error:
+            raise BadRow(f"the file cannot be read ({error})") from error
+        if len(line) < end - start:
+            raise BadRow("the file has become shorter since it was opened")
         return decode_line(line)
 
     def location(self, position: int) -> str:
@@ -179,28 +173,19 @@ def decode_line(line: bytes) -> Row:
         BadRow: Not JSON, not an object, or a number too large for a float.
     """
     try:
-        value = _decode_json_text(line)
+        value = _DECODER.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        value = _decode_slowly(line)
+        try:  # knows NaN and infinities, and tells what is wrong
+            value = to_jsonable(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            begins = line[:60].decode(errors="replace").rstrip()
+            raise BadRow(f"not JSON ({error}); the line begins {begins!r}") from error
     if type(value) is not dict:
         raise BadRow(f"the line holds {described(value)}, not a JSON object")
     return value
 
 
-_decode_json_text = msgspec.json.Decoder().decode
-
-
-def _decode_slowly(line: bytes) -> Any:
-    """Knows NaN and infinities, and says what is wrong."""
-    try:
-        return to_jsonable(json.loads(line))
-    except UnicodeDecodeError as error:
-        raise BadRow(f"not UTF-8 ({error})") from error
-    except RecursionError as error:
-        raise BadRow("JSON nested too deeply") from error
-    except ValueError as error:
-        begins = line[:60].decode(errors="replace").rstrip()
-        raise BadRow(f"not JSON ({error}); the line begins {begins!r}") from error
+_DECODER = msgspec.json.Decoder()
 
 
 class ArrowRows(RowSource):
@@ -220,37 +205,36 @@ class ArrowRows(RowSource):
     def row(self, position: int) -> Row:
         try:  # a cell at a time, which is as quick as rows together
             raw = {name: column[position].as_py(maps_as_pydicts="strict") for name, column in self._columns}
+            for field in self._json_columns:
+                raw[field.name] = _decode_json(raw[field.name], field.type)
         except (pa.ArrowException, ValueError, KeyError, OverflowError) as error:
             raise BadRow(f"a value cannot be read ({type(error).__name__}: {error})") from error
-        for field in self._json_columns:
-            raw[field.name] = _decode_json(raw[field.name], field.type)
         row: Row = to_jsonable(raw, drop_none=True)
         return row
 
 
-def _inner_fields(kind: pa.DataType) -> "Iterable[pa.Field[Any]]":
-    return (kind.field(i) for i in range(kind.num_fields))
+def _inner_fields(kind: pa.DataType) -> "list[pa.Field[Any]]":
+    return [kind.field(i) for i in range(kind.num_fields)]
 
 
 def _holds_json(kind: pa.DataType) -> bool:
     """Whether it is or holds `datasets.Json`, which Arrow gives as text."""
-    if getattr(kind, "extension_name", None) == "arrow.json":
-        return True
-    return any(_holds_json(field.type) for field in _inner_fields(kind))
+    is_json = getattr(kind, "extension_name", None) == "arrow.json"
+    return is_json or any(_holds_json(field.type) for field in _inner_fields(kind))
 
 
 def _decode_json(value: Any, kind: pa.DataType) -> Any:
     if value is None or not _holds_json(kind):
         return value
     if isinstance(value, str):
-        try:
-            return orjson.loads(value)
-        except orjson.JSONDecodeError as error:
-            raise BadRow(f"a value is declared as JSON but is not ({error})") from error
+        return orjson.loads(value)
     if isinstance(value, dict) and pa.types.is_struct(kind):
         return {field.name: _decode_json(value[field.name], field.type) for field in _inner_fields(kind)}
-    items = next(iter(_inner_fields(kind))).type
-    return [_decode_json(item, items) for item in value] if isinstance(value, list) else value
+    return (
+        [_decode_json(item, _inner_fields(kind)[0].type) for item in value]
+        if isinstance(value, list)
+        else value
+    )
 
 
 class ObjectRows(RowSource):
@@ -272,21 +256,23 @@ class ObjectRows(RowSource):
 
     def __init__(self, dataset: Any, label: str, prompt_column: str = "prompt") -> None:
         super().__init__(label)  # nobody knows where its data lie
-        if isinstance(dataset, Mapping):
-            raise DataError(f"{label}: a mapping holds no rows; name a split, or give a list of rows")
         self._is_arrow = hasattr(dataset, "features") or hasattr(dataset, "to_pylist")
+        self._prompt_column = prompt_column
         if hasattr(dataset, "to_pylist"):
             dataset = dataset.to_pylist()
         elif hasattr(dataset, "iloc"):
             dataset = dataset.to_dict("records")
+        elif isinstance(dataset, Mapping) or not (
+            hasattr(dataset, "__iter__") or hasattr(dataset, "__getitem__")
+        ):
+            raise DataError(
+                f"{label}: {described(dataset)} holds no rows; give a list of them, or name a split"
+            )
         elif not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            if not hasattr(dataset, "__iter__"):
-                raise DataError(f"{label}: {described(dataset)} holds no rows; give a list of them")
             dataset = list(dataset)
         self._dataset: Any = dataset
-        self._prompt_column = prompt_column
         self._length = len(dataset)
-        if self._length == 0:
+        if not self._length:
             raise DataError(f"{label}: holds no rows")
 
     def __len__(self) -> int:
@@ -334,16 +320,14 @@ def custom_rows(data: DataSettings) -> ObjectRows:
     cls = load_class(data.custom_cls.path, data.custom_cls.name, "data.custom_cls")
     label = f"{cls.__name__} ({data.custom_cls.path})"
     try:
-        made = cls(files=data.files, data=data)
-        len(made)
+        return ObjectRows(cls(files=data.files, data=data), label, data.prompt_key)
+    except DataError:
+        raise
     except (Exception, SystemExit) as error:
         raise DataError(
-            f"{label}: cannot be made by (files=…, data=…) with a length ({type(error).__name__}: {error}); "
+            f"{label}: cannot be made by (files=…, data=…) ({type(error).__name__}: {error}); "
             "a class for verl needs generation.executor=verl"
         ) from error
-    if not hasattr(cls, "__getitem__"):
-        raise DataError(f"{label}: has no __getitem__(position)")
-    return ObjectRows(made, label, data.prompt_key)
 
 
 def load_class(path: str | None, name: str | None, setting: str) -> type:
@@ -371,33 +355,26 @@ def expand_paths(names: Iterable[str]) -> list[Path]:
     """
     paths: list[Path] = []
     for name in names:
-        matches = [path := Path(name).expanduser()]
-        if not path.exists():
-            found = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207  may be absolute
-            matches = [Path(match) for match in found] or matches
-        for match in matches:
-            paths += _files_in(match) if match.is_dir() and not _is_dataset(match) else [match]
+        path = Path(name).expanduser()
+        matches = [] if path.exists() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207  may be absolute
+        for match in [Path(each) for each in matches] or [path]:
+            saved = (match / "state.json").exists() or (match / "dataset_dict.json").exists()
+            paths += _files_in(match) if match.is_dir() and not saved else [match]
     return paths
-
-
-def _is_dataset(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("state.json", "dataset_dict.json"))
 
 
 def _files_in(folder: Path) -> list[Path]:
     """The data files of a folder, by name; the folder itself if there are none."""
-    by_format: dict[str, list[Path]] = {}
-    for file in sorted(folder.iterdir()):
-        if (kind := _format(file)) is not None and file.is_file() and not file.name.startswith("."):
-            by_format.setdefault(kind, []).append(file)
+    files = [file for file in sorted(folder.iterdir()) if file.is_file() and not file.name.startswith(".")]
+    by_format = {kind: file for file in files if (kind := _format(file)) is not None}
     if len(by_format) > 1:
-        found = " and ".join(f"{kind} ({files[0].name})" for kind, files in by_format.items())
-        raise DataError(f"{folder}: has files of several formats, {found}; name one by a pattern")
-    return next(iter(by_format.values()), [folder])
+        names = ", ".join(file.name for file in by_format.values())
+        raise DataError(f"{folder}: has files of several formats ({names}); name one by a pattern")
+    return [file for file in files if _format(file) is not None] or [folder]
 
 
 def _format(path: Path) -> str | None:
-    return next((kind for ends, kind in _FORMATS.items() if path.name.lower().endswith(ends)), None)
+    return next((kind for kind, endings in _FORMATS.items() if path.name.lower().endswith(endings)), None)
 
 
 def open_source(path: Path) -> RowSource:
@@ -407,27 +384,8 @@ def open_source(path: Path) -> RowSource:
         ConfigError: A dataset folder, and the package `datasets` is not installed.
         DataError: Missing, without rows, damaged, or of a format that is not read.
     """
-    source: RowSource
     try:
-        if path.is_dir():
-            source = _open_dataset_folder(path)
-        elif not path.is_file():
-            raise DataError(
-                f"{path}: no such file (looked in {path.absolute().parent}); datasets of the Hugging Face Hub "
-                "are loaded by train_tasks"
-            )
-        elif (kind := _format(path)) == "Parquet":
-            source = _open_parquet(path)
-        elif kind is None:
-            raise DataError(f"{path}: not a format that is read; read are {', '.join(sum(_FORMATS, ()))}")
-        elif kind == "JSON Lines":
-            source = JsonLines(path.open("rb", buffering=_BUFFER_BYTES), path)
-        else:
-            spool = tempfile.TemporaryFile()  # noqa: SIM115  JsonLines keeps it open
-            with pa.input_stream(path, compression="zstd") as unpacked:
-                shutil.copyfileobj(unpacked, spool)
-            spool.seek(0)
-            source = JsonLines(spool, path)
+        source = _open(path)
     except (pa.ArrowException, OSError) as error:
         raise DataError(
             f"{path}: cannot be read, or unpacked into {tempfile.gettempdir()} (TMPDIR): {error}"
@@ -435,6 +393,27 @@ def open_source(path: Path) -> RowSource:
     if not len(source):
         raise DataError(f"{path}: holds no rows")
     return source
+
+
+def _open(path: Path) -> RowSource:
+    if path.is_dir():
+        return _open_dataset_folder(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; datasets of the Hugging Face Hub are loaded by train_tasks")
+    kind = _format(path)
+    if kind == "Parquet":
+        return _open_parquet(path)
+    if kind == "JSON Lines":
+        return JsonLines(path.open("rb", buffering=1 << 20), path)
+    if kind is None:
+        raise DataError(
+            f"{path}: not a format that is read; read are {', '.join(sum(_FORMATS.values(), ()))}"
+        )
+    spool = tempfile.TemporaryFile()  # noqa: SIM115  JsonLines keeps it open
+    with pa.input_stream(path, compression="zstd") as unpacked:
+        shutil.copyfileobj(unpacked, spool)
+    spool.seek(0)
+    return JsonLines(spool, path)
 
 
 def _open_parquet(path: Path) -> ArrowRows:

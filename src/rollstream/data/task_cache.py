@@ -5,10 +5,10 @@ import inspect
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
@@ -20,7 +20,6 @@ from rollstream.errors import ConfigError, DataError
 
 CACHE_VARIABLE = "ROLLSTREAM_CACHE"
 """Environment variable that names the cache folder, which may be deleted at any time."""
-_BUILT_IN: dict[str, type[Task]] = {"reasoning_gym": ReasoningGymTask}
 _FORMAT = 2
 """Version of how rows are written; part of the cache key."""
 
@@ -34,10 +33,7 @@ def resolve_tasks_into_config(config: ConfigT) -> ConfigT:
 
     Args:
         config: The run's configuration, a nested dict or `DictConfig` with `train_tasks` and `data`; changed
-            in place.
-
-    Returns:
-        `config`.
+            in place, and returned.
 
     Raises:
         ConfigError: `train_tasks` is wrong, or needs a package that is not installed.
@@ -49,9 +45,8 @@ def resolve_tasks_into_config(config: ConfigT) -> ConfigT:
     if not isinstance(tasks, list):
         raise ConfigError("train_tasks: want a list of tasks")
     built = get_dataset_paths(tasks)
-    given = _plain((config.get("data") or {}).get("train_files"))
-    files = [] if given is None else [given] if isinstance(given, str) else list(given)
-    files = [file for file in files if file not in built] + built
+    named = _plain((config.get("data") or {}).get("train_files")) or []
+    files = [file for file in ([named] if isinstance(named, str) else named) if file not in built] + built
     if isinstance(config, DictConfig):
         with open_dict(config):
             OmegaConf.update(config, "data.train_files", files)
@@ -64,7 +59,7 @@ def get_dataset_paths(
     task_configs: Sequence[Mapping[str, Any] | DictConfig] | ListConfig,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> list[str]:
-    """Gives the JSON Lines file of each task, building those that are not cached.
+    """Gives the JSON Lines file of each task, an absolute path, building those that are not cached.
 
     A file is known by the source of the task's class and by its configuration. Processes that build the same
     task at once do not disturb each other: the first one to finish counts.
@@ -74,16 +69,15 @@ def get_dataset_paths(
         cache_dir: Folder of the files; None takes `$ROLLSTREAM_CACHE/tasks`, else
             `$XDG_CACHE_HOME/rollstream/tasks`, else `~/.cache/rollstream/tasks`.
 
-    Returns:
-        One absolute path a task, in order.
-
     Raises:
         ConfigError: An entry is wrong, or needs a package that is not installed.
         DataError: A task cannot be loaded, an example cannot be used, or the folder cannot be written.
     """
-    folder = (_cache_folder() if cache_dir is None else Path(cache_dir)).expanduser().absolute()
+    if cache_dir is None and (root := os.environ.get(CACHE_VARIABLE)):
+        cache_dir = Path(root) / "tasks"
+    folder = Path(cache_dir or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "rollstream" / "tasks")
     tasks = [make_task(entry) for entry in task_configs]  # all are checked before the first is built
-    return [str(_cached(task, folder)) for task in tasks]
+    return [str(_cached(task, folder.expanduser().absolute())) for task in tasks]
 
 
 def make_task(entry: Any) -> Task:
@@ -95,10 +89,9 @@ def make_task(entry: Any) -> Task:
     entry = _plain(entry)
     if not isinstance(entry, dict):
         raise ConfigError(f"train_tasks: an entry is {entry!r}, want a mapping with a name")
-    entry = {str(key): value for key, value in entry.items()}
     custom = entry.get("custom_cls")
     if not isinstance(custom, dict) or not any(custom.values()):
-        return _BUILT_IN.get(str(entry.get("name")), Task).from_config(entry)
+        return (ReasoningGymTask if entry.get("name") == "reasoning_gym" else Task).from_config(entry)
     setting = f"train_tasks ({entry.get('name', 'no name')}): custom_cls"
     if unknown := sorted(custom.keys() - {"path", "name"}):
         raise ConfigError(f"{setting}: unknown key {unknown[0]!r}; there are path and name")
@@ -109,7 +102,7 @@ def make_task(entry: Any) -> Task:
 
 
 def cache_key(task: Task) -> str:
-    """What names a task's file: a hash of its class's source and one of its configuration.
+    """The name of a task's file: a hash of its class's source and one of its configuration.
 
     The source is that of the files its class and the classes it derives from are in. The configuration counts
     without the path of `custom_cls`, and with the task's `dependencies()`.
@@ -129,36 +122,8 @@ def cache_key(task: Task) -> str:
     return f"{source.hexdigest()}-{hashlib.blake2b(canonical, digest_size=8).hexdigest()}"
 
 
-def _cache_folder() -> Path:
-    if root := os.environ.get(CACHE_VARIABLE):
-        return Path(root) / "tasks"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "rollstream" / "tasks"
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file that is at `path` whole or not at all. Of processes that write it at once the first counts."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            path.hardlink_to(temporary)
-        except FileExistsError:
-            return  # someone may read that one already
-        except OSError:  # a file system without hard links
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _plain(value: Any) -> Any:
-    if isinstance(value, DictConfig | ListConfig):
-        return OmegaConf.to_container(value, resolve=True)
-    return value
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def _cached(task: Task, folder: Path) -> Path:
@@ -166,17 +131,25 @@ def _cached(task: Task, folder: Path) -> Path:
     path = folder / f"{name}-{cache_key(task)}.jsonl"
     if path.exists():
         return path
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with written_whole(path) as file:
-            rows = 0
-            for row in task.rows():
-                file.write(orjson.dumps(row) + b"\n")
-                rows += 1
-            if not rows:
+        folder.mkdir(parents=True, exist_ok=True)
+        with temporary.open("xb") as file:
+            file.writelines(orjson.dumps(row) + b"\n" for row in task.rows())
+            if not file.tell():
                 raise DataError(f"{task.label}: has no rows")
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            with suppress(FileExistsError):  # someone may read that file already
+                path.hardlink_to(temporary)
+        except OSError:  # a file system without hard links
+            temporary.replace(path)
     except OSError as error:
         raise DataError(
-            f"{task.label}: cannot be written to the cache folder {folder} ({error}); "
-            f"{CACHE_VARIABLE} names another"
+            f"{task.label}: cannot be written to the cache folder {folder} ({error}); {CACHE_VARIABLE} names another"
         ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
     return path

@@ -7,7 +7,6 @@ of yours, named by `custom_cls`, changes any of the steps. `task_cache` writes t
 import dataclasses
 import hashlib
 import importlib.metadata
-import os
 import string
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,25 +29,19 @@ class PromptTemplate(string.Formatter):
     `{column[key]}` reaches into a mapping or list, `{column:.2f}` formats. Literal braces are doubled:
     `\boxed{{}}`. Braces in the data are just text.
 
-    Args:
-        text: The template.
-        setting: The configuration key, for messages.
-
     Raises:
-        ConfigError: Braces that are no field.
+        ConfigError: Braces that are no field; named by `setting`.
     """
 
     def __init__(self, text: str, setting: str) -> None:
         self._text = text
         try:
-            fields = [(name, spec) for _, name, spec, _ in self.parse(text) if name is not None]
+            names = [name for _, name, _, _ in self.parse(text) if name is not None]
         except ValueError as error:
             raise ConfigError(f"{setting}: {error}; write literal braces twice: {{{{ and }}}}") from error
-        for name, spec in fields:
-            if not name or name.isdigit() or "{" in (spec or ""):
-                raise ConfigError(
-                    f"{setting}: {{{name}}} names no column; write literal braces twice: {{{{{name}}}}}"
-                )
+        for name in names:
+            if not name or name.isdigit():
+                raise ConfigError(f"{setting}: {{{name}}} names no column; write literal braces twice")
 
     def render(self, columns: Mapping[str, Any]) -> str:
         """Fills the template in. Raises `BadRow`: a column is missing or null, or cannot be formatted so."""
@@ -75,13 +68,13 @@ class TaskConfig:
     """One entry of `train_tasks`. A `Task` subclass with keys of its own derives from this class."""
 
     name: Annotated[str, Meta(min_length=1)]
-    """What the task is called; `reasoning_gym` is the built-in one."""
+    """`reasoning_gym` is the built-in task."""
     loading_params: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `datasets.load_dataset`: path, name, split, revision, data_files, ..."""
     prompt_format: Literal["template", "chat_messages"] = "template"
     """`template`: the prompt is `prompt_template`, filled in. `chat_messages`: a column has the messages."""
     prompt_template: str | None = None
-    """Text with `{column}` fields; see `PromptTemplate`."""
+    """See `PromptTemplate`."""
     system_prompt: str | None = None
     """Put before the prompt as a system message; replaces one that is there."""
     chat_messages_field: str = "messages"
@@ -124,7 +117,10 @@ class Task:
     def __init__(self, config: TaskConfig) -> None:
         self.config: Any = config
         self._template: PromptTemplate | None = None
-        self.check()
+        if config.prompt_template is not None:
+            if config.prompt_format != "template":
+                raise ConfigError(f"{self.label}: prompt_template needs prompt_format: template")
+            self._template = PromptTemplate(config.prompt_template, f"{self.label}: prompt_template")
 
     @classmethod
     def config_keys(cls) -> list[str]:
@@ -149,25 +145,13 @@ class Task:
 
     @property
     def label(self) -> str:
-        """What messages call the task."""
+        """The task's name in messages."""
         return f"train_tasks ({self.config.name})"
 
     @property
     def data_source(self) -> str:
         """The rows' `data_source`."""
         return self.config.data_source or self.config.name  # type: ignore[no-any-return]
-
-    def check(self) -> None:
-        """Checks the configuration, before anything is loaded.
-
-        Raises:
-            ConfigError: It cannot work.
-        """
-        config = self.config
-        if config.prompt_template is not None:
-            if config.prompt_format != "template":
-                raise ConfigError(f"{self.label}: prompt_template needs prompt_format: template")
-            self._template = PromptTemplate(config.prompt_template, f"{self.label}: prompt_template")
 
     def dependencies(self) -> dict[str, Any]:
         """What else decides the rows: they are built anew when it changes.
@@ -203,12 +187,7 @@ class Task:
         return examples
 
     def make_row(self, example: Mapping[str, Any], position: int) -> Row | None:
-        """Makes a verl-style row of an example, or None to leave it out.
-
-        Args:
-            example: As `load` gives it.
-            position: Of the example, from 0.
-        """
+        """Makes a verl-style row of the example at a position, from 0, or None to leave it out."""
         return {
             "data_source": self.data_source,
             "prompt": self.make_prompt(example),
@@ -224,11 +203,10 @@ class Task:
             raise ConfigError(f"{self.label}: needs a prompt_template, text with {{column}} fields")
         else:
             messages = [{"role": "user", "content": self._template.render(example)}]
-        if self.config.system_prompt is not None:
-            if messages and messages[0].get("role") == "system":
-                messages = messages[1:]
-            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
-        return messages
+        if self.config.system_prompt is None:
+            return messages
+        rest = messages[1:] if messages and messages[0].get("role") == "system" else messages
+        return [{"role": "system", "content": self.config.system_prompt}, *rest]
 
     def make_ground_truth(self, example: Mapping[str, Any]) -> Any:
         """Gives what the reward compares with: `ground_truth_field`."""
@@ -245,15 +223,13 @@ class Task:
         Raises:
             DataError: An example cannot be used; names the task and the example.
         """
-        made, where = 0, "loading failed"
+        where = "loading failed"
+        made = 0
         try:
             for position, example in enumerate(self.load()):
                 where = f"example {position}"
-                row = self.make_row(example, position)
-                jsonable: Row | None = None if row is None else to_jsonable(row)
-                where = "loading failed"
-                if jsonable is not None:
-                    yield jsonable
+                if (row := self.make_row(example, position)) is not None:
+                    yield to_jsonable(row)
                     made += 1
                 if made == self.config.max_samples:
                     return
@@ -285,25 +261,24 @@ def _column(example: Mapping[str, Any], name: str, setting: str) -> Any:
 
 
 def _local_files(value: Any) -> dict[str, str]:
-    """Digests of the local files that a value names, at any depth."""
+    """Digests of the local files and folders that a value names, at any depth."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
         return {name: digest for item in value for name, digest in _local_files(item).items()}
-    if not isinstance(value, str) or not value or len(value) > 4096:
+    if not isinstance(value, str) or not value:
         return {}
     path = Path(value).expanduser()
+    digest = hashlib.blake2b(digest_size=16)
     try:
         if path.is_file():
-            with path.open("rb") as file:
-                return {value: hashlib.file_digest(file, "blake2b").hexdigest()[:32]}
-        if path.is_dir():
-            files = sorted(Path(folder) / name for folder, _, names in os.walk(path) for name in names)
-            stats = [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
-            return {value: hashlib.blake2b("\n".join(stats).encode(), digest_size=16).hexdigest()}
+            with path.open("rb") as opened:
+                return {value: hashlib.file_digest(opened, lambda: digest).hexdigest()}
+        for file in sorted(path.rglob("*")) if path.is_dir() else ():
+            digest.update(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}\n".encode())
     except (OSError, ValueError):  # not a name of a file, or not to be read: load_dataset will say
         return {}
-    return {}
+    return {value: digest.hexdigest()} if path.is_dir() else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,11 +288,10 @@ class ReasoningGymConfig(TaskConfig):
     dataset: str
     """Name of the reasoning-gym dataset: chain_sum, countdown, ..."""
     size: Annotated[int, Meta(ge=1)] = 500
-    """Rows."""
     seed: int = 0
-    """Decides the problems."""
     config: dict[str, Any] = field(default_factory=dict)
     """The dataset's own settings: `{min_terms: 2, max_terms: 2}`."""
+    prompt_template: str | None = "{question}"
 
 
 class ReasoningGymTask(Task):
@@ -340,11 +314,6 @@ class ReasoningGymTask(Task):
     def data_source(self) -> str:
         return f"reasoning_gym/{self.config.dataset}"
 
-    def check(self) -> None:
-        super().check()
-        if self._template is None:
-            self._template = PromptTemplate("{question}", self.label)
-
     def dependencies(self) -> dict[str, Any]:
         try:
             return {"reasoning-gym": importlib.metadata.version("reasoning-gym")}
@@ -366,7 +335,15 @@ class ReasoningGymTask(Task):
             )
         except (TypeError, ValueError, AssertionError) as error:
             raise ConfigError(f"{self.label}: {config.dataset} refuses its config: {error}") from error
-        _check_scores_as_json(problems, self.label)
+        first = problems[0]
+        stored = orjson.loads(_json_text(first))  # keys became text, tuples lists
+        if isinstance(answer := first.get("answer"), str):
+            score, stored_score = problems.score_answer(answer, first), problems.score_answer(answer, stored)
+            if score != stored_score:
+                raise DataError(
+                    f"{self.label}: its problems cannot be stored: the first one's answer scores {score}, "
+                    f"but {stored_score} after the problem went through JSON"
+                )
         return (problems[i] for i in range(config.size))
 
     def make_ground_truth(self, example: Mapping[str, Any]) -> Any:
@@ -378,18 +355,3 @@ class ReasoningGymTask(Task):
 
 def _json_text(value: dict[str, Any]) -> str:
     return orjson.dumps(to_jsonable(value)).decode()
-
-
-def _check_scores_as_json(problems: Any, label: str) -> None:
-    """Makes sure that a problem is scored the same after JSON, where keys become text and tuples lists."""
-    entry = problems[0]
-    answer = entry.get("answer")
-    if not isinstance(answer, str):
-        return
-    stored = orjson.loads(_json_text(entry))
-    score, stored_score = problems.score_answer(answer, entry), problems.score_answer(answer, stored)
-    if score != stored_score:
-        raise DataError(
-            f"{label}: its problems cannot be stored: the first one's answer scores {score}, "
-            f"but {stored_score} after the problem went through JSON"
-        )

@@ -26,8 +26,6 @@ import orjson
 Row = dict[str, Any]
 """One row as a file gives it: column name to a value that JSON knows."""
 
-_CANONICAL = orjson.OPT_SORT_KEYS
-
 
 class BadRow(Exception):
     """A row cannot be used. The message says why; whoever knows the file and the row adds them."""
@@ -55,19 +53,28 @@ def _to_jsonable(value: Any, drop_none: bool) -> Any:
     if value is None or kind is str or kind is bool or kind is int:
         return value
     if kind is float:
-        if math.isfinite(value):
-            return value
-        if math.isnan(value):
-            return None
-        raise BadRow(f"{value} has no JSON form; write it as text")
+        if math.isinf(value):
+            raise BadRow(f"{value} has no JSON form; write it as text")
+        return None if math.isnan(value) else value
     if isinstance(value, dict):
         return {
-            (key if type(key) is str else str(key)): item
-            for key, item in ((key, _inner(item, drop_none)) for key, item in value.items())
+            (key if type(key) is str else str(key)): _inner(item, drop_none) for key, item in value.items()
         }
     if isinstance(value, list | tuple):
         return [_inner(item, drop_none) for item in value]
-    return _scalar_to_jsonable(value, drop_none)
+    if isinstance(value, np.ndarray | np.generic):
+        return _to_jsonable(value.tolist(), drop_none)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return base64.b64encode(value).decode("ascii")
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, decimal.Decimal | uuid.UUID | str):
+        return str(value)
+    if isinstance(value, int | float):  # a subclass: an enum, say
+        return _to_jsonable(float(value) if isinstance(value, float) else int(value), drop_none)
+    raise BadRow(f"a value of type {kind_name(value)} has no JSON form; write it as text, numbers or lists")
 
 
 def _inner(value: Any, drop_none: bool) -> Any:
@@ -77,34 +84,12 @@ def _inner(value: Any, drop_none: bool) -> Any:
     return value
 
 
-def _scalar_to_jsonable(value: Any, drop_none: bool) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        return _to_jsonable(value.tolist(), drop_none)
-    if isinstance(value, bytes | bytearray | memoryview):
-        return base64.b64encode(value).decode("ascii")
-    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, datetime.timedelta):
-        return value.total_seconds()
-    if isinstance(value, decimal.Decimal | uuid.UUID):
-        return str(value)
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, int | float):  # a subclass: an enum, say
-        return _to_jsonable(float(value) if isinstance(value, float) else int(value), drop_none)
-    raise BadRow(f"a value of type {kind_name(value)} has no JSON form; write it as text, numbers or lists")
-
-
 def kind_name(value: Any) -> str:
     """The type of a value, for messages: `int`, `numpy.ndarray`, `None`."""
+    kind = type(value)
     if value is None:
         return "None"
-    kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-_SHOWN_CHARACTERS = 40
-"""Of a text in a message: enough to find it again."""
 
 
 def described(value: Any) -> str:
@@ -116,12 +101,9 @@ def described(value: Any) -> str:
     if isinstance(value, int | float):
         return f"a number ({value})"
     if isinstance(value, str):
-        shown = value if len(value) <= _SHOWN_CHARACTERS else f"{value[: _SHOWN_CHARACTERS - 1]}…"
-        return f"text ({shown!r})"
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list"
+        return f"text ({value if len(value) <= 40 else f'{value[:39]}…'!r})"
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else "a list"
     return f"a value of type {kind_name(value)}"
 
 
@@ -151,7 +133,7 @@ def canonical_json(value: Any) -> bytes:
         BadRow: The value holds what JSON cannot.
     """
     try:
-        return orjson.dumps(value, option=_CANONICAL)
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except orjson.JSONEncodeError as error:
         raise BadRow(f"a value has no JSON form ({error}); write it as text") from error
 
@@ -161,6 +143,4 @@ def pruned(value: Any) -> Any:
     if type(value) is dict:
         inner = ((key, pruned(item)) for key, item in value.items())
         return {key: item for key, item in inner if item is not None and item != {}}
-    if type(value) is list:
-        return [pruned(item) for item in value]
-    return value
+    return [pruned(item) for item in value] if type(value) is list else value

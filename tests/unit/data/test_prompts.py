@@ -104,7 +104,7 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path) -> None:
     source = Counting(open_source(path))
     again = PromptDataset(source, known=known)
     assert again.fingerprint == first.fingerprint and source.read == [0]
-    assert (again.agent_names(), again.has_images()) == ({"judge", "kept"}, True)
+    assert (again.agent_names(), again.has_images()) == ({"kept"}, True)
     assert again.data_sources() == {"openai/gsm8k": 20}
     path.write_bytes(path.read_bytes() + b"\n")  # other bytes, same rows
     again = load_prompts(data_settings(path), known=known)
