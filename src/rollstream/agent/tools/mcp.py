@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -21,7 +20,6 @@ from rollstream.errors import ConfigError
 if TYPE_CHECKING:
     from mcp import Client
     from mcp_types import CallToolResult
-    from mcp_types import Tool as Listed
 
 MAX_PAGES = 100
 """Pages of a server's list of tools that are read. A server with more is broken: it lists without end."""
@@ -35,8 +33,6 @@ STDERR_CHARACTERS = 2000
 """Of what a command wrote to its standard error last; for messages."""
 
 _HTTP = ("http", "streamable-http", "streamable_http", "streamableHttp")
-_IGNORED = ("alwaysAllow", "autoApprove", "description", "name")
-"""What other programs write into `mcpServers` for themselves."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +61,18 @@ class McpServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     type: str | None = None
     transport: str | None = None
     disabled: bool = False
+    name: Any = None
+    """This and what follows is what other programs write into `mcpServers` for themselves."""
+    description: Any = None
+    always_allow: Any = msgspec.field(default=None, name="alwaysAllow")
+    auto_approve: Any = msgspec.field(default=None, name="autoApprove")
+
+    def __post_init__(self) -> None:
+        if not self.disabled and (self.command is None) == (self.url is None):
+            raise ValueError("needs either command (and args, env, cwd) or url (and headers)")
+        transport = self.type or self.transport
+        if transport is not None and transport not in (("stdio",) if self.url is None else _HTTP):
+            raise ValueError(f"transport {transport!r} is not supported, only stdio and streamable HTTP")
 
     @property
     def identity(self) -> list[Any]:
@@ -72,52 +80,24 @@ class McpServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         return [self.command, [str(each) for each in self.args], self.url]
 
 
-def read_mcp_server(settings: Any, where: str) -> McpServerSettings | None:
-    """Reads one server's settings, as a tool file or `mcpServers` has them; None when it is disabled.
-
-    Args:
-        settings: `command`, `args`, `env`, `cwd`; or `url`, `headers`.
-        where: What they are, for messages.
-
-    Raises:
-        ConfigError: An unknown key, a wrong type, or a transport that is not supported.
-    """
-    if isinstance(settings, dict):
-        settings = {key: value for key, value in settings.items() if key not in _IGNORED}
-    try:
-        server = msgspec.convert(settings, McpServerSettings)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    if server.disabled:
-        return None
-    if (server.command is None) == (server.url is None):
-        raise ConfigError(f"{where}: needs either command (and args, env, cwd) or url (and headers)")
-    transport = server.type or server.transport
-    if transport is not None and transport not in (("stdio",) if server.url is None else _HTTP):
-        raise ConfigError(
-            f"{where}: transport {transport!r} is not supported, only stdio and streamable HTTP"
-        )
-    return server
+class _McpServers(msgspec.Struct):
+    named: dict[str, McpServerSettings] = msgspec.field(name="mcpServers")
 
 
 def load_mcp_servers(path: str | Path, where: str) -> dict[str, McpServerSettings]:
-    """Reads the servers of a JSON file `{"mcpServers": {name: settings}}`, without those that are disabled.
+    """Reads the servers of a JSON file `{"mcpServers": {name: settings}}`.
 
     Raises:
-        ConfigError: No such file, not JSON, no server, or settings that cannot be used.
+        ConfigError: No such file, not JSON, all servers are disabled, or settings that cannot be used.
     """
     file = Path(path).expanduser()
     try:
-        named = msgspec.json.decode(file.read_bytes(), type=dict[str, Any]).get("mcpServers")
+        named = msgspec.json.decode(file.read_bytes(), type=_McpServers).named
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{where}: {file} cannot be read as JSON ({error})") from error
-    if not isinstance(named, dict):
-        raise ConfigError(f"{where}: {file} needs mcpServers, a mapping of names to servers")
-    read = {name: read_mcp_server(settings, f"{where}: {file}, {name}") for name, settings in named.items()}
-    enabled = {name: settings for name, settings in read.items() if settings is not None}
-    if not enabled:
+        raise ConfigError(f"{where}: {file} cannot be read ({error})") from error
+    if all(server.disabled for server in named.values()):
         raise ConfigError(f"{where}: {file} has no server that is not disabled")
-    return enabled
+    return named
 
 
 class McpConnection:
@@ -257,7 +237,7 @@ class McpServer:
         self.where = where
         self.name = name or settings.command or settings.url
         self._connection: McpConnection | None = None
-        self._connections: set[McpConnection] = set()
+        self._connections: dict[asyncio.Task[None], McpConnection] = {}
         """Those that have not ended."""
         self._closed = False
 
@@ -271,24 +251,13 @@ class McpServer:
         try:
             client = await connection.client()
             async with asyncio.timeout(LIST_TIMEOUT):
-                listed = await _list(client)
+                return await _list(client)
         except Exception as error:
             raise ConfigError(
                 f"{self.where}: the MCP server {self.name} cannot be used ({connection.describe(error)})"
             ) from error
         finally:
             await connection.close()
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description or "",
-                    "parameters": tool.input_schema,
-                },
-            }
-            for tool in listed
-        ]
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> "CallToolResult":
         """Calls a tool. Raises `ToolError`: the server is not there, went away, or refused the call."""
@@ -299,21 +268,18 @@ class McpServer:
             if connection is not None:
                 logger.warning("MCP server %s: connecting again", self.name)
             connection = self._connection = McpConnection(self.settings)
-            self._connections.add(connection)
-            connection.task.add_done_callback(functools.partial(self._ended, connection))
+            self._connections[connection.task] = connection
+            connection.task.add_done_callback(self._connections.pop)
         try:
             return await connection.call(tool, arguments)
         except Exception as error:
             raise ToolError(f"the MCP server {self.name} failed: {connection.describe(error)}") from error
 
-    def _ended(self, connection: McpConnection, _task: object) -> None:
-        self._connections.discard(connection)
-
     async def close(self) -> None:
         """Ends the session, and the server if it is a command. Twice is fine."""
         self._closed = True
         self._connection = None
-        await asyncio.gather(*(connection.close() for connection in self._connections))
+        await asyncio.gather(*(connection.close() for connection in [*self._connections.values()]))
 
 
 class McpTool(Tool):
@@ -333,28 +299,31 @@ class McpTool(Tool):
         return response
 
 
-async def _list(client: "Client") -> "list[Listed]":
-    listed: list[Listed] = []
+async def _list(client: "Client") -> list[ToolSchema]:
+    schemas: list[ToolSchema] = []
     cursor = None
     for _ in range(MAX_PAGES):
         page = await client.list_tools(cursor=cursor)
-        listed += page.tools
-        cursor = page.next_cursor
-        if cursor is None:
+        for tool in page.tools:
+            function = {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            }
+            schemas.append({"type": "function", "function": function})
+        if (cursor := page.next_cursor) is None:
             break
-    return listed
+    return schemas
 
 
 def _read_content(result: "CallToolResult") -> ToolResponse:
     """Texts, one per line; images as `data:` URLs; of what else there is, what it is."""
     texts: list[str] = []
-    images: list[str] = []
+    images = [f"data:{part.mime_type};base64,{part.data}" for part in result.content if part.type == "image"]
     for part in result.content:
         match part.type:
             case "text":
                 texts.append(part.text)
-            case "image":
-                images.append(f"data:{part.mime_type};base64,{part.data}")
             case "resource":
                 texts.append(getattr(part.resource, "text", None) or f"[{part.resource.uri}]")
             case "resource_link":

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Literal
 from uuid import uuid4
 
+import msgspec
 import numpy as np
 
 from rollstream.agent.tools.base import ToolError
@@ -33,6 +34,10 @@ MAX_METRICS = 64
 """Metrics of one call that are kept; more than this is data, which belongs elsewhere."""
 METRIC_CHARACTERS = 200
 """Of a metric that is no number."""
+ERROR_CHARACTERS = 1000
+"""Of what an exception says: enough for a message, too little for a dump of data to fill the context."""
+NAME_CHARACTERS = 80
+"""Of a name that the model made up."""
 
 _MARKERS: dict[TruncateSide, str] = {
     "left": "(truncated)...",
@@ -41,14 +46,8 @@ _MARKERS: dict[TruncateSide, str] = {
 }
 """verl's, word for word: models may have been trained with them."""
 
-ERROR_CHARACTERS = 1000
-"""Of what an exception says: enough for a message, too little for a dump of data to fill the context."""
-NAME_CHARACTERS = 80
-"""Of a name that the model made up."""
-
 ReportFailure = Callable[[str, str, BaseException | None], None]
 """Told what failed (request id and tool), the text for the model, and the exception if there was one."""
-
 
 logger = logging.getLogger(__name__)
 
@@ -108,32 +107,23 @@ class _Instance:
     creating: asyncio.Task[Outcome] = field(init=False)
 
 
-_KEYS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+class RowArguments(msgspec.Struct, forbid_unknown_fields=True):
+    """A row's keyword arguments for a tool. A Parquet column has all keys in all rows: None is nothing."""
 
-RowArguments = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""A row's keyword arguments, by tool and by which of `_KEYS` they are."""
+    create_kwargs: dict[str, Any] | None = None
+    execute_kwargs: dict[str, Any] | None = None
+    calc_reward_kwargs: dict[str, Any] | None = None
+    release_kwargs: dict[str, Any] | None = None
 
 
-def read_row_arguments(tools_kwargs: Mapping[str, Any]) -> RowArguments:
-    """Reads `tools_kwargs` of a row: `{tool: {create_kwargs, execute_kwargs, ...}}`.
-
-    None stands for nothing at every level: a Parquet column has all keys in all rows.
-
-    Raises:
-        DataError: Something in it is no mapping, or an unknown key.
-    """
+def read_row_arguments(tools_kwargs: Mapping[str, Any]) -> dict[str, RowArguments]:
+    """Reads `tools_kwargs` of a row, by tool. Raises `DataError`: an unknown key, or a value of another shape."""
     read = {}
     for name, arguments in tools_kwargs.items():
-        if arguments is None:
-            continue
-        if not isinstance(arguments, Mapping):
-            raise DataError(f"tools_kwargs.{name} is {arguments!r}, want a mapping with {', '.join(_KEYS)}")
-        for key, value in arguments.items():
-            if key not in _KEYS:
-                raise DataError(f"tools_kwargs.{name}: {unknown_name('key', key, _KEYS)}")
-            if value is not None and not isinstance(value, Mapping):
-                raise DataError(f"tools_kwargs.{name}.{key} is {value!r}, want a mapping")
-        read[name] = {key: value for key, value in arguments.items() if value is not None}
+        try:
+            read[name] = msgspec.convert(arguments or {}, RowArguments)
+        except msgspec.ValidationError as error:
+            raise DataError(f"tools_kwargs.{name}: {error}") from error
     return read
 
 
@@ -147,14 +137,12 @@ def select_tools(selection: Sequence[str] | None, known: Sequence[str]) -> list[
     Raises:
         DataError: It is no list, or names an unknown tool.
     """
-    if selection is None or (not isinstance(selection, str) and len(selection) == 0):
-        return list(known)
     if isinstance(selection, str | Mapping):
         raise DataError(f"extra_info.tool_selection is {selection!r}, want a list of tool names")
-    for name in selection:
+    for name in () if selection is None else selection:
         if name not in known:
             raise DataError(f"extra_info.tool_selection: {unknown_name('tool', name, known)}")
-    return list(dict.fromkeys(selection))
+    return list(dict.fromkeys(known if selection is None or len(selection) == 0 else selection))
 
 
 class ToolSession:
@@ -167,7 +155,7 @@ class ToolSession:
         checks: Mapping[str, ArgumentCheck],
         calls: UserCalls,
         limits: ToolLimits,
-        arguments: RowArguments,
+        arguments: Mapping[str, RowArguments],
         request_id: str,
         report: ReportFailure,
     ) -> None:
@@ -207,14 +195,14 @@ class ToolSession:
         """
         if self._ending is not None:
             raise RuntimeError("the tool session is closed")
-        if len(calls) == 1:
-            return [await self._run_one(calls[0], context)]
         slots = asyncio.Semaphore(self._limits.max_parallel_calls)
 
         async def run_one(call: ToolCall) -> ToolResult:
             async with slots:
                 return await self._run_one(call, context)
 
+        if len(calls) == 1:
+            return [await run_one(calls[0])]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(run_one(call)) for call in calls]
@@ -238,59 +226,43 @@ class ToolSession:
         return await finish_despite_cancellation(self._ending)
 
     async def _run_one(self, call: ToolCall, context: Mapping[str, Any]) -> ToolResult:
-        tool = self._tools.get(call.name)
+        name, tool = call.name, self._tools.get(call.name)
         if call.error is not None or call.arguments is None:
-            return self._failed(call.name, "bad_arguments", f"Error: {call.error or 'no arguments'}")
+            return self._failed(name, "bad_arguments", call.error or "no arguments")
         if tool is None:
             known = f"Available tools: {', '.join(self._tools)}." if self._tools else "There are no tools."
-            name = call.name[:NAME_CHARACTERS]
-            return self._failed(name, "unknown_tool", f"Error: unknown tool {name!r}. {known}")
-        if (misfit := self._checks[call.name].misfit(call.arguments)) is not None:
-            error = f"Error: {tool.name}: {misfit[:ERROR_CHARACTERS]}."
-            return self._failed(tool.name, "bad_arguments", error)
+            name = name[:NAME_CHARACTERS]
+            return self._failed(name, "unknown_tool", f"unknown tool {name!r}. {known}")
+        if (misfit := self._checks[name].misfit(call.arguments)) is not None:
+            return self._failed(name, "bad_arguments", f"{name}: {misfit[:ERROR_CHARACTERS]}.")
         arguments = copy.deepcopy(call.arguments)  # what the tool does to it is not in the conversation
-        if isinstance(tool, ClassTool):
-            return await self._run_class(tool, arguments, context)
-        try:
-            tool.signature.bind(**arguments)
-        except TypeError as error:
-            takes = ", ".join(tool.signature.parameters) or "none"
-            said = f"Error: {tool.name}: {error_text(error, ERROR_CHARACTERS)}. Its parameters: {takes}."
-            return self._failed(tool.name, "bad_arguments", said)
-        outcome = await self._calls.run(
-            partial(tool.function, **arguments),
-            name=tool.name,
-            seconds=self._limits.timeout,
-            read=self._read,
-        )
-        return self._result(tool.name, outcome)
-
-    async def _run_class(
-        self, tool: ClassTool, arguments: dict[str, Any], context: Mapping[str, Any]
-    ) -> ToolResult:
         seconds = self._limits.timeout
-        instance = self._current.get(tool.name)
-        if begins := instance is None:
-            instance = self._current[tool.name] = _Instance(tool, uuid4().hex)
-            instance.creating = asyncio.create_task(self._create(instance))
-        created = await instance.creating
-        if not _went_well(created):
-            if self._current.get(tool.name) is instance:
-                del self._current[tool.name]
-            return self._result(tool.name, created)
-        if begins:
-            seconds -= created.seconds
-        execute = tool.tool.execute
-        keywords = accepted(execute, {**self._of_row(tool, "execute"), **context})
-        if "messages" in context and "messages" in keywords:  # the conversation's own, which is stored
-            keywords["messages"] = copy.deepcopy(keywords["messages"])
-        outcome = await self._calls.run(
-            partial(execute, instance.identifier, arguments, **keywords),
-            name=tool.name,
-            seconds=seconds,
-            read=self._read,
-        )
-        return self._result(tool.name, outcome)
+        if isinstance(tool, ClassTool):
+            instance = self._current.get(name)
+            begins = instance is None
+            if instance is None:
+                instance = self._current[name] = _Instance(tool, uuid4().hex)
+                instance.creating = asyncio.create_task(self._create(instance))
+            created = await instance.creating
+            if not _went_well(created):
+                if self._current.get(name) is instance:
+                    del self._current[name]
+                return self._result(name, created)
+            seconds -= created.seconds if begins else 0
+            execute = tool.tool.execute
+            keywords = accepted(execute, {**self._of_row(tool, "execute"), **context})
+            if "messages" in context and "messages" in keywords:  # the conversation's own, which is stored
+                keywords["messages"] = copy.deepcopy(keywords["messages"])
+            made = partial(execute, instance.identifier, arguments, **keywords)
+        else:
+            try:
+                tool.signature.bind(**arguments)
+            except TypeError as error:
+                takes = ", ".join(tool.signature.parameters) or "none"
+                return self._failed(name, "bad_arguments", f"{name}: {error}. Its parameters: {takes}.")
+            made = partial(tool.function, **arguments)
+        read = partial(read_result, limits=self._limits)
+        return self._result(name, await self._calls.run(made, name=name, seconds=seconds, read=read))
 
     async def _create(self, instance: _Instance) -> Outcome:
         tool, row = instance.tool, self._of_row(instance.tool, "create")
@@ -312,10 +284,7 @@ class ToolSession:
     async def _end(self) -> dict[str, float]:
         rewards = await asyncio.gather(*map(self._end_instance, self._instances))
         ended = zip(self._instances, rewards, strict=True)
-        scores = {instance.tool.name: reward for instance, reward in ended if reward is not None}
-        self._instances.clear()
-        self._current.clear()
-        return scores
+        return {instance.tool.name: reward for instance, reward in ended if reward is not None}
 
     async def _end_instance(self, instance: _Instance) -> float | None:
         reward: float | None = None
@@ -328,8 +297,7 @@ class ToolSession:
 
     async def _end_call(self, instance: _Instance, name: str, read: Callable[[Any], Any] | None) -> Any:
         method = getattr(instance.tool.tool, name)
-        row = self._of_row(instance.tool, name)
-        call = partial(method, instance.identifier, **accepted(method, row))
+        call = partial(method, instance.identifier, **accepted(method, self._of_row(instance.tool, name)))
         # A name of its own: calls that hang do not keep others from their end.
         what = f"{instance.tool.name}.{name}"
         try:
@@ -342,33 +310,28 @@ class ToolSession:
         return None
 
     def _of_row(self, tool: ClassTool, method: str) -> Mapping[str, Any]:
-        return self._arguments.get(tool.name, {}).get(f"{method}_kwargs", {})
-
-    def _read(self, value: Any) -> ToolResult:
-        return read_result(value, self._limits)
+        return getattr(self._arguments.get(tool.name), f"{method}_kwargs", None) or {}
 
     def _result(self, name: str, outcome: Outcome) -> ToolResult:
         if outcome.timed_out:
-            said = f"Error: {name} did not answer within {self._limits.timeout:g} seconds."
+            said = f"{name} did not answer within {self._limits.timeout:g} seconds."
             return self._failed(name, "timeout", said)
-        match outcome.error:
+        match error := outcome.error:
             case None:
                 result: ToolResult = outcome.value
                 return result
-            case ToolError() as error:
-                said = f"Error: {error_text(error, self._limits.max_response_length)}"
-            case CallsRefusedError() as error:
-                said = f"Error: {error}"
-            case error:
-                said = f"Error: {error_line(error, ERROR_CHARACTERS)}"
+            case ToolError() | CallsRefusedError():
+                said = _text_of(error)
+            case _:
+                said = error_line(error, ERROR_CHARACTERS)
         return self._failed(name, "exception", said, error)
 
     def _failed(
         self, name: str, failure: ToolFailure, said: str, error: BaseException | None = None
     ) -> ToolResult:
+        said = f"Error: {said}"
         self._report(f"{self._request_id}: {name}", said, error)
-        text = truncate_text(replace_in_text(said), self._limits.max_response_length, "right")
-        return ToolResult(text, error=failure)
+        return ToolResult(to_text(said, self._limits.max_response_length, "right"), error=failure)
 
 
 def accepted(method: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -378,17 +341,12 @@ def accepted(method: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str
     anything. All are offered everything.
     """
     try:
-        parameters = inspect.signature(method).parameters.values()
+        parameters = inspect.signature(method).parameters
     except ValueError:  # written in C, without a signature to look at
         return dict(offered)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(offered)
-    named = {
-        parameter.name
-        for parameter in parameters
-        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-    }
-    return {name: value for name, value in offered.items() if name in named}
+    return {name: value for name, value in offered.items() if name in parameters}
 
 
 def _went_well(outcome: Outcome) -> bool:
@@ -410,7 +368,9 @@ def read_result(value: Any, limits: ToolLimits) -> ToolResult:
         if not 1 <= len(value) <= 3:
             raise TypeError(f"the tool returned a tuple of {len(value)}, want (response, reward, metrics)")
         value, reward, metrics = (*value, None, None)[:3]
-    result = ToolResult("", reward=read_reward(reward), metrics=_read_metrics(metrics))
+    result = ToolResult("", reward=read_reward(reward))
+    if isinstance(metrics, Mapping):
+        result.metrics = {_short(name): _metric(metrics[name]) for name in [*metrics][:MAX_METRICS]}
     if all(hasattr(value, name) for name in ("text", "image", "video")):
         if value.video:
             raise NotImplementedError("the tool returned a video, which no agent loop can show to a model")
@@ -436,13 +396,7 @@ def read_reward(value: Any) -> float | None:
     return None
 
 
-def _read_metrics(metrics: Any) -> dict[str, Any]:
-    if not isinstance(metrics, Mapping):
-        return {}
-    return {_short(name): _read_metric(metrics[name]) for name in list(metrics)[:MAX_METRICS]}
-
-
-def _read_metric(value: Any) -> Any:
+def _metric(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float | np.number):
@@ -480,30 +434,26 @@ def to_text(value: Any, max_length: int, side: TruncateSide) -> str:
         TypeError: A generator, which would say nothing.
         Exception: Whatever the value's own `__str__` raises.
     """
-    if isinstance(value, str):
-        text = str.__str__(value)  # of a subclass, too, whatever it overrides
-    elif isinstance(value, bytes | bytearray):
+    if isinstance(value, bytes | bytearray):
         text = value.decode("utf-8", "replace")
     elif isinstance(value, dict):
         text = json.dumps(value, ensure_ascii=False, default=str)
     elif inspect.isgenerator(value) or inspect.isasyncgen(value):
         raise TypeError("the tool returned a generator, want text or a ToolResponse")
-    else:
-        text = str.__str__(str(value))
+    else:  # of a subclass of `str`, too, whatever it overrides
+        text = str.__str__(value if isinstance(value, str) else str(value))
     return replace_in_text(truncate_text(text, max_length, side))
-
-
-def error_text(error: BaseException, max_length: int) -> str:
-    """What an error says, at most `max_length` characters of it. Never raises."""
-    try:
-        said = str.__str__(str(error))
-    except BaseException:  # a __str__ of the user's
-        said = "(its text cannot be read)"
-    return replace_in_text(truncate_text(said, max_length, "right"))
 
 
 def error_line(error: BaseException, max_length: int) -> str:
     """`ValueError: what it says`, in one line of at most `max_length` characters. Never raises."""
-    said = " ".join(error_text(error, max_length).split())
+    said = " ".join(_text_of(error)[:max_length].split())
     line = f"{type(error).__name__}: {said}" if said else type(error).__name__
     return truncate_text(line, max_length, "right")
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return replace_in_text(str.__str__(str(error)))
+    except BaseException:  # a __str__ of the user's
+        return "(its text cannot be read)"

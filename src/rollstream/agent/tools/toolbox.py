@@ -13,7 +13,7 @@ import orjson
 
 from rollstream.agent.tools.base import OpenAIFunctionToolSchema
 from rollstream.agent.tools.functions import FunctionTool, load_function_tools
-from rollstream.agent.tools.mcp import McpServer, McpTool, load_mcp_servers, read_mcp_server, require_mcp
+from rollstream.agent.tools.mcp import McpServer, McpServerSettings, McpTool, load_mcp_servers, require_mcp
 from rollstream.agent.tools.session import (
     ClassTool,
     ToolLimits,
@@ -53,6 +53,19 @@ class McpEntry:
     """None: all."""
     where: str
 
+    async def list_tools(self) -> list[ClassTool]:
+        """Asks the servers. Raises `ConfigError`: one cannot be reached, or lacks a tool that is wanted."""
+        tools = {}
+        for server in self.servers:
+            for schema in await server.list_tools():
+                name, identity = schema["function"]["name"], ["mcp", *server.settings.identity]
+                tools[server, name] = ClassTool(name, McpTool(server, schema), schema, identity)
+        names = [name for _, name in tools]
+        for name in self.tool_filter or ():
+            if name not in names:
+                raise ConfigError(f"{self.where}: tool_filter: {unknown_name('tool', name, names)}")
+        return [tool for tool in tools.values() if self.tool_filter is None or tool.name in self.tool_filter]
+
 
 class ToolBox:
     """The tools of a worker, shared by its rollouts.
@@ -84,8 +97,9 @@ class ToolBox:
         self._calls = UserCalls("tool")
         self._closed = False
         self._failures = 0
-        if not any(isinstance(tool, McpEntry) for tool in tools):
-            self._complete([tool for tool in tools if not isinstance(tool, McpEntry)])
+        own = [tool for tool in tools if not isinstance(tool, McpEntry)]
+        if len(own) == len(tools):
+            self._complete(own)
 
     @property
     def schemas(self) -> list[ToolSchema]:
@@ -112,12 +126,16 @@ class ToolBox:
         """
         if self._tools is not None:
             return
-        found = await asyncio.gather(*(_resolve(tool) for tool in self._given), return_exceptions=True)
+
+        async def listed(tool: FunctionTool | ClassTool | McpEntry) -> Sequence[FunctionTool | ClassTool]:
+            return await tool.list_tools() if isinstance(tool, McpEntry) else [tool]
+
+        answers = await asyncio.gather(*map(listed, self._given), return_exceptions=True)
         tools: list[FunctionTool | ClassTool] = []
-        for each in found:
-            if isinstance(each, BaseException):
-                raise each
-            tools += each
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+            tools += answer
         self._complete(tools)
 
     async def close(self) -> None:
@@ -159,9 +177,7 @@ class ToolBox:
         for name in self._names or ():
             if name not in known:
                 raise unknown_name("tool", name, known)
-        self._tools = {
-            name: tool for name, tool in known.items() if self._names is None or name in self._names
-        }
+        self._tools = {name: known[name] for name in known if self._names is None or name in self._names}
         self._checks = {name: ArgumentCheck(tool.schema) for name, tool in self._tools.items()}
 
     def _known(self) -> dict[str, FunctionTool | ClassTool]:
@@ -191,32 +207,12 @@ def load_toolbox(
     Connects to nothing, so it may run in a thread; with MCP servers, `describe` comes next. See `ToolBox`,
     `load_tool_file` and `load_function_tools`. Raises `ConfigError`.
     """
-    return ToolBox(
-        [
-            *(load_tool_file(tool_config_path) if tool_config_path else []),
-            *(load_function_tools(function_tool_path) if function_tool_path else []),
-        ],
-        limits,
-        names=names,
-    )
-
-
-async def _resolve(tool: FunctionTool | ClassTool | McpEntry) -> list[FunctionTool | ClassTool]:
-    if not isinstance(tool, McpEntry):
-        return [tool]
-    found: list[FunctionTool | ClassTool] = []
-    for server in tool.servers:
-        for schema in await server.list_tools():
-            name = schema["function"]["name"]
-            made = McpTool(server, schema)
-            found.append(ClassTool(name, made, schema, ["mcp", *server.settings.identity]))
-    names = [each.name for each in found]
-    for name in tool.tool_filter or ():
-        if name not in names:
-            raise ConfigError(
-                f"{tool.where}: tool_filter: no tool {name!r}. The server has: {', '.join(names)}"
-            )
-    return [each for each in found if tool.tool_filter is None or each.name in tool.tool_filter]
+    tools: list[FunctionTool | ClassTool | McpEntry] = []
+    if tool_config_path:
+        tools += load_tool_file(tool_config_path)
+    if function_tool_path:
+        tools += load_function_tools(function_tool_path)
+    return ToolBox(tools, limits, names=names)
 
 
 def _identity(tool: FunctionTool | ClassTool) -> list[Any]:
@@ -232,15 +228,14 @@ def load_tool_file(path: str | Path) -> list[ClassTool | McpEntry]:
     The file is YAML: `tools:` with a list of `class_name`, `config` (`type: native` or `mcp`) and
     `tool_schema`. Raises `ConfigError`, which names the file and the entry.
     """
+    file = Path(path).expanduser()
     return [
-        _read_entry(entry, f"{_KEY}: {path}, tools[{position}]", Path(path).expanduser())
+        _read_entry(entry, f"{_KEY}: {path}, tools[{position}]", file)
         for position, entry in enumerate(read_tool_entries(path, key=_KEY))
     ]
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """An entry of a tool file."""
-
     class_name: str | None = None
     config: dict[Any, Any] | None = None
     tool_schema: Any = None
@@ -251,7 +246,7 @@ class _McpConfig(msgspec.Struct, forbid_unknown_fields=True):
     """What `config` and `mcp` of an entry for MCP servers hold together."""
 
     type: str = "mcp"
-    server: Any = None
+    server: McpServerSettings | None = None
     tool_filter: list[str] | None = None
     mcp_servers_config_path: str | None = None
     tool_selected_list: list[str] | None = None
@@ -279,10 +274,7 @@ def _read_class(entry: _Entry, where: str, file: Path) -> ClassTool:
         )
     cls = import_name(class_name, key=f"{where}: class_name", beside=file)
     if not isinstance(cls, type) or not all(callable(getattr(cls, method, None)) for method in _METHODS):
-        raise ConfigError(
-            f"{where}: {class_name} is no tool class; subclass rollstream.agent.tools.base.Tool "
-            f"(which has {', '.join(_METHODS)})"
-        )
+        raise ConfigError(f"{where}: {class_name} is no class with {', '.join(_METHODS)}")
     shown: Any = None
     if entry.tool_schema is not None:
         shown = OpenAIFunctionToolSchema.model_validate(check_tool_schema(entry.tool_schema, where))
@@ -305,11 +297,11 @@ def _read_mcp(entry: _Entry, where: str) -> McpEntry:
     path = settings.mcp_servers_config_path
     if (path is None) == (settings.server is None):
         raise ConfigError(f"{where}: needs either config.server or mcp_servers_config_path")
+    named: dict[str | None, McpServerSettings] = {}
     if path is not None:
-        named = load_mcp_servers(path, f"{where}: mcp_servers_config_path")
-        servers = [McpServer(server, where, name) for name, server in named.items()]
-    else:
-        server = read_mcp_server(settings.server, f"{where}: config.server")
-        servers = [] if server is None else [McpServer(server, where)]
+        named.update(load_mcp_servers(path, f"{where}: mcp_servers_config_path"))
+    elif settings.server is not None:
+        named[None] = settings.server
+    servers = [McpServer(server, where, name) for name, server in named.items() if not server.disabled]
     wanted = settings.tool_filter or settings.tool_selected_list
     return McpEntry(tuple(servers), None if wanted is None else tuple(wanted), where)

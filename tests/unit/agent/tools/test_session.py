@@ -16,7 +16,6 @@ from rollstream.agent.tools.session import (
     ToolSession,
     TruncateSide,
     read_result,
-    read_row_arguments,
     select_tools,
     truncate_text,
 )
@@ -133,7 +132,8 @@ async def test_the_life_of_an_instance() -> None:
                 "calc_reward_kwargs": {"z": 3},
                 "release_kwargs": {"w": 4},
             },
-            "another": {"create_kwargs": {"x": 5}},
+            "another": {"create_kwargs": {"x": 5}, "execute_kwargs": None},
+            "a third": None,
         }
         session, other, unused = session_of(box, row), session_of(box), session_of(box)
         await session.run([call("it"), call("it")], agent_data="data")
@@ -320,15 +320,10 @@ async def test_a_tool_written_for_verl() -> None:
         assert entry.tool._instance_dict == {}
 
 
-def test_arguments() -> None:
-    row = {"a": {"create_kwargs": {"x": 1}, "execute_kwargs": None}, "b": None, "c": {}}
-    assert read_row_arguments(row) == {"a": {"create_kwargs": {"x": 1}}, "c": {}}
-
-
 @pytest.mark.parametrize("row", [{"a": 1}, {"a": {"create_kwarg": {}}}, {"a": {"create_kwargs": [1]}}])
-def test_arguments_of_another_shape(row: dict[str, Any]) -> None:
+async def test_arguments_of_another_shape(row: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"tools_kwargs\.a"):
-        read_row_arguments(row)
+        ToolBox().session(tools_kwargs=row, selection=None, request_id="r")
 
 
 @pytest.mark.parametrize(
