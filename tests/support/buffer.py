@@ -144,7 +144,7 @@ async def served(
     **options: Any,
 ) -> AsyncIterator[Served]:
     """Serves `directory` on a free port; `options` are those of `BufferOptions`, or of its settings."""
-    names = GroupSettings.__dataclass_fields__.keys() & options.keys()
+    names = set(GroupSettings.__struct_fields__) & options.keys()
     settings = GroupSettings(**{"group_size": SIZE, **{name: options.pop(name) for name in names}})
     server = BufferServer(
         BufferOptions(directory=directory, settings=settings, **options), Access(token=token), http_limits

@@ -73,10 +73,10 @@ async def read_once(store: SqlStore, name: str, count: int) -> None:
     if taken.lease is None:
         await asyncio.sleep(0.001)
         return
-    lease, groups = taken.lease.id, taken.lease.groups
+    lease, groups = taken.lease, [group.id for group in taken.groups]
     loaded = await store.load(groups)
     if count % 7 == 0 and len(groups) > 1:
-        await store.finish(lease, [Removal(groups.pop(), "filtered")], {})
+        await store.finish(lease, [Removal(groups.pop(), "filtered")])
     if count % 5 == 0:
         await store.nack(lease)
         return

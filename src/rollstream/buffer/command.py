@@ -5,7 +5,6 @@ import re
 import stat
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,7 +152,7 @@ def serve(options: argparse.Namespace) -> int:
     for name in ("lease_seconds", "hook_seconds"):
         if not _SECONDS[0] <= (value := getattr(options, name)) <= _SECONDS[1]:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}, want {_SECONDS[0]} to {_SECONDS[1]}")
-    settings = GroupSettings(**{one.name: getattr(options, one.name) for one in fields(GroupSettings)})
+    settings = GroupSettings().changed(vars(options))
     _check_folder(options.dir)
     buffer = BufferOptions(
         directory=options.dir,

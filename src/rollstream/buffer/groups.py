@@ -7,11 +7,11 @@ room (see each function). Hooks of a generator file may call them.
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Final, NamedTuple, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from rollstream.buffer.items import Encoding, InstanceId, dump_item, load_item
 from rollstream.errors import ConfigError, RollstreamError
@@ -54,36 +54,23 @@ class Verdict(NamedTuple):
     finished: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSettings:
-    """When a group is complete and good enough. Ratios are shares of `group_size`, above 0 and up to 1."""
+_Ratio = Annotated[float, Meta(gt=0, le=1)]
 
-    group_size: int = 16
-    min_valid_group_size_ratio: float = 1.0
+
+class GroupSettings(msgspec.Struct, frozen=True):
+    """When a group is complete and good enough. Ratios are shares of `group_size`."""
+
+    group_size: Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)] = 16
+    min_valid_group_size_ratio: _Ratio = 1.0
     """Items from which on a group is judged. Below 1 it goes before it is whole, and later items open another."""
-    min_valid_item_size_ratio: float = 0.7
+    min_valid_item_size_ratio: _Ratio = 0.7
     """Items that must pass the filter; those that are left are padded to the whole size."""
-    group_timeout_seconds: float = 300.0
+    group_timeout_seconds: Annotated[float, Meta(gt=0, le=1e9)] = 300.0
     """Since a group's last item; then it is judged as it is."""
-    min_timeout_group_size_ratio: float = 0.7
+    min_timeout_group_size_ratio: _Ratio = 0.7
     """Items that a timed out group must have."""
     raw: bool = False
     """Every group that has enough items is handed out as it was written: any reward, nothing changed."""
-
-    def __post_init__(self) -> None:
-        if type(self.group_size) is not int or not 1 <= self.group_size <= MAX_GROUP_SIZE:
-            raise ConfigError(
-                f"group_size: {self.group_size!r:.100}, want a whole number from 1 to {MAX_GROUP_SIZE}"
-            )
-        for name in _RATIOS:
-            ratio = getattr(self, name)
-            if not _is_number(ratio) or not 0 < ratio <= 1:
-                raise ConfigError(f"{name}: {ratio!r:.100}, want a number above 0, at most 1")
-        seconds = self.group_timeout_seconds
-        if not _is_number(seconds) or not 0 < seconds < math.inf:
-            raise ConfigError(f"group_timeout_seconds: {seconds!r:.100}, want a number above 0")
-        if type(self.raw) is not bool:
-            raise ConfigError(f"raw: {self.raw!r:.100}, want true or false")
 
     @property
     def min_group_size(self) -> int:
@@ -100,32 +87,27 @@ class GroupSettings:
         """Items that a timed out group must have."""
         return _share(self.min_timeout_group_size_ratio, self.group_size)
 
+    def changed(self, values: Mapping[str, Any]) -> "GroupSettings":
+        """These with other values; numbers may be texts, as slime sends them. Raises `ConfigError`."""
+        known = {name: values[name] for name in self.__struct_fields__ if values.get(name) is not None}
+        try:
+            return msgspec.convert({**msgspec.structs.asdict(self), **known}, GroupSettings, strict=False)
+        except msgspec.ValidationError as error:
+            text, _, name = str(error).rstrip("`").partition(" - at `$.")
+            raise ConfigError(f"{name}: {values[name]!r:.100}: {text}") from None
+
     def for_job(self, payload: Mapping[str, Any]) -> "GroupSettings":
-        """The settings of a job: what its payload says counts. Numbers may be texts, as slime sends them.
-
-        Raises:
-            ConfigError: A value is wrong; names its key.
-        """
-        given: dict[str, Any] = {}
-        for field in fields(self):
-            if (value := payload.get(field.name)) is not None:
-                given[field.name] = _number(value, whole=field.name == "group_size")
-        if (value := payload.get("num_repeat_per_sample")) is not None:
-            repeats = _number(value, whole=True)
-            if type(repeats) is not int or not 1 <= repeats <= MAX_GROUP_SIZE:
-                raise ConfigError(
-                    f"num_repeat_per_sample: {value!r:.100}, want a whole number from 1 to {MAX_GROUP_SIZE}"
-                )
-            if given.get("group_size", repeats) != repeats:
-                raise ConfigError(
-                    f"group_size: {given['group_size']!r:.100}, but num_repeat_per_sample is {repeats}: both "
-                    "are the size of a group, give one of them"
-                )
-            given["group_size"] = repeats
-        return replace(self, **given)
-
-
-_RATIOS: Final = ("min_valid_group_size_ratio", "min_valid_item_size_ratio", "min_timeout_group_size_ratio")
+        """The settings of a job: what its payload says counts. Raises `ConfigError`."""
+        settings = self.changed(payload)
+        if (repeats := payload.get("num_repeat_per_sample")) is None:
+            return settings
+        try:
+            of_repeats = settings.changed({"group_size": repeats})
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("group_size", "num_repeat_per_sample", 1)) from None
+        if payload.get("group_size") is not None and of_repeats != settings:
+            raise ConfigError(f"group_size: {settings.group_size}, but num_repeat_per_sample is {repeats!r}")
+        return of_repeats
 
 
 def is_valid_reward(reward: float | None) -> bool:
@@ -312,14 +294,6 @@ class StoredItem(NamedTuple):
     body: bytes
 
 
-class Finished(NamedTuple):
-    """A group as it is handed out."""
-
-    items: list[bytes]
-    left_out: list[str]
-    """Uids of stored items that are not among them."""
-
-
 class Hooks(Protocol):
     """Calls the hooks of a task's generator file. Calls raise `HookError`."""
 
@@ -342,14 +316,16 @@ class Hooks(Protocol):
         settings: GroupSettings,
         timed_out: bool,
         encoding: Encoding,
-    ) -> Finished: ...
+    ) -> list[bytes]: ...
 
     async def meta_info(
         self, task_type: str, groups: Sequence[tuple[InstanceId, Any]], settings: GroupSettings
     ) -> dict[str, Any]: ...
 
 
-def finish_group(items: Sequence[StoredItem], settings: GroupSettings, encoding: Encoding | None) -> Finished:
+def finish_group(
+    items: Sequence[StoredItem], settings: GroupSettings, encoding: Encoding | None
+) -> list[bytes]:
     """Filters, normalises and pads a valid group by the default hooks.
 
     Only the outermost level of a body is taken apart, and `extra_info`: messages and tokens stay bytes.
@@ -363,39 +339,21 @@ def finish_group(items: Sequence[StoredItem], settings: GroupSettings, encoding:
         `group_size` items, none where too few passed the filter. With `settings.raw` the items as they are.
     """
     if settings.raw:
-        return Finished([_transcoded(one.body, one.encoding, encoding) for one in items], [])
-    kept = [one for one in items if is_valid_reward(one.reward)]
+        return [_transcoded(item.body, item.encoding, encoding) for item in items]
+    kept = [item for item in items if is_valid_reward(item.reward)]
     if len(kept) < settings.min_valid_items:
-        return Finished([], [one.uid for one in items])
-    rewards: Sequence[float | None] = [one.reward for one in kept]
+        return []
+    rewards: Sequence[float | None] = [item.reward for item in kept]
     if settings.group_size > 1:  # else there is nothing to compare it with: every reward would be 0
         rewards = normalize_rewards(rewards)
-    padded = pad_rewards(rewards, [one.uid for one in kept], settings.group_size)
-    bodies = [
-        _transcoded(_with_reward(kept[at], reward), kept[at].encoding, encoding) for at, reward in padded
-    ]
-    used = {at for at, _ in padded}
-    chosen = {kept[at].uid for at in used}
-    left_out = [one.uid for one in items if one.uid not in chosen] if len(used) < len(items) else []
-    return Finished(bodies, left_out)
+    padded = pad_rewards(rewards, [item.uid for item in kept], settings.group_size)
+    return [_transcoded(_with_reward(kept[at], reward), kept[at].encoding, encoding) for at, reward in padded]
 
 
-_Raws = dict[str, Any]
-"""Values are `msgspec.Raw`."""
-
-_CODECS: Final[
-    Mapping[Encoding, tuple[Callable[[Any], _Raws], Callable[[Any], Any], Callable[[Any], bytes]]]
-] = {
-    "json": (
-        msgspec.json.Decoder(dict[str, msgspec.Raw]).decode,
-        msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode,
-        msgspec.json.Encoder().encode,
-    ),
-    "msgpack": (
-        msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode,
-        msgspec.msgpack.Decoder(dict[str, msgspec.Raw] | None).decode,
-        msgspec.msgpack.Encoder().encode,
-    ),
+_Top = dict[str, msgspec.Raw]
+_CODECS: Final = {
+    name: (codec.Decoder(_Top).decode, codec.Decoder(_Top | None).decode, codec.Encoder().encode)
+    for name, codec in (("json", msgspec.json), ("msgpack", msgspec.msgpack))
 }
 """How an item's top level and its `extra_info` are taken apart, and put together."""
 
@@ -403,18 +361,16 @@ _CODECS: Final[
 def _with_reward(item: StoredItem, reward: float | None) -> bytes:
     """As `keep_raw_reward`, on a body."""
     top, extra_of, encode = _CODECS[item.encoding]
-    values = top(item.body)
+    values: dict[str, Any] = top(item.body)
     raw = values["reward"]
     extra = (extra_of(values["extra_info"]) if "extra_info" in values else None) or {}
-    extra["raw_reward"] = raw
-    values["reward"], values["raw_reward"], values["extra_info"] = reward, raw, extra
-    return encode(values)
+    values |= {"reward": reward, "raw_reward": raw, "extra_info": {**extra, "raw_reward": raw}}
+    body: bytes = encode(values)
+    return body
 
 
 def _transcoded(body: bytes, encoding: Encoding, wanted: Encoding | None) -> bytes:
-    if wanted is None or wanted == encoding:
-        return body
-    return dump_item(load_item(body, encoding), wanted)
+    return body if wanted in (None, encoding) else dump_item(load_item(body, encoding), wanted)
 
 
 def _scored(item: ItemDict) -> float | None:
@@ -424,17 +380,3 @@ def _scored(item: ItemDict) -> float | None:
 
 def _share(ratio: float, size: int) -> int:
     return max(1, math.ceil(ratio * size - _RATIO_SLACK * size))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _number(value: Any, *, whole: bool) -> Any:
-    """A number that may be written as text; anything else as it is, for the check that follows."""
-    if isinstance(value, str) and len(value) < 40:
-        try:
-            return int(value) if whole else float(value)
-        except ValueError:
-            return value
-    return value

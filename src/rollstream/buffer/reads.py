@@ -13,11 +13,10 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeVar
 
-import msgspec
 from aiohttp import web
+from msgspec.structs import replace
 
 from rollstream.buffer.groups import (
     FINISHING,
@@ -56,8 +55,6 @@ _META_BYTES: Final = 64 * 2**20
 
 _DROPS: Final = 10_000
 
-_NOTHING: Final = Taken(lease=None, groups=[], available=0)
-
 T = TypeVar("T")
 
 
@@ -72,12 +69,10 @@ class Ready(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """Whose groups a reader gets."""
+    """Whose groups a reader gets. None: of any task, of any job."""
 
     task: str | None
-    """None: of any task."""
     jobs: tuple[str, ...] | None
-    """None: of any job."""
 
     def has(self, task: str, job: str) -> bool:
         """Whether groups of this task and job are among them."""
@@ -100,9 +95,8 @@ class Form(NamedTuple):
 class TaskPolicy:
     """Tells the store about tasks: settings of the server and of jobs, and which hooks judge."""
 
-    def __init__(self, defaults: GroupSettings, host: Hooks | None) -> None:
-        self._defaults = defaults
-        self._host = host
+    def __init__(self, defaults: GroupSettings, hooks: Hooks | None) -> None:
+        self._defaults, self._hooks = defaults, hooks
         self._of_jobs: dict[str, GroupSettings] = {}
 
     def settings(self, task: str, job: JobRecord | None) -> GroupSettings:
@@ -113,7 +107,7 @@ class TaskPolicy:
         return self._of_jobs[job.id]
 
     def has_own_judge(self, task: str) -> bool:
-        return self._host is not None and "is_valid_group" in self._host.overridden(task)
+        return self._hooks is not None and "is_valid_group" in self._hooks.overridden(task)
 
 
 class _Waiter:
@@ -121,31 +115,18 @@ class _Waiter:
 
     def __init__(self, wanted: Callable[[], Wanted]) -> None:
         self.wanted = wanted
-        self.given: asyncio.Future[Taken] = asyncio.get_running_loop().create_future()
-        self.found = _NOTHING
+        self.taken: asyncio.Future[Taken] = asyncio.get_running_loop().create_future()
+        self.nothing = Taken()
         """The result of the last try, which got no groups."""
-        self.tried = -1
-        """How often groups had become ready at that try."""
 
 
 class Reads:
-    """The reads of one server. `serve_waiting` and `judge` have to run beside them.
+    """The reads of one server. `serve_waiting` and `judge` have to run beside them."""
 
-    Args:
-        store: What there is.
-        host: Calls hooks.
-        policy: Of groups.
-    """
-
-    def __init__(self, store: SqlStore, host: Hooks, policy: TaskPolicy) -> None:
-        self._store = store
-        self._host = host
-        self._policy = policy
+    def __init__(self, store: SqlStore, hooks: Hooks, policy: TaskPolicy) -> None:
+        self._store, self._hooks, self._policy = store, hooks, policy
         self._waiters: list[_Waiter] = []
-        self._news = asyncio.Event()
-        self._changes = 0
-        """How often groups became ready."""
-        self._unjudged = asyncio.Event()
+        self._news, self._unjudged = asyncio.Event(), asyncio.Event()
         self._failed_in_a_row: Counter[tuple[str, str]] = Counter()
         """By task and what its hooks were to do: one that judges well says nothing for one that finishes."""
         self._paused: dict[str, tuple[float, str]] = {}
@@ -166,7 +147,6 @@ class Reads:
     def on_change(self, change: Change) -> None:
         """Has readers tried again that may get what has become ready, and groups judged."""
         if change.ready:
-            self._changes += 1
             self._news.set()
         if change.unjudged:
             self._unjudged.set()
@@ -180,8 +160,8 @@ class Reads:
     def end_waits(self) -> None:
         """Readers that wait get nothing more."""
         for waiter in self._waiters:
-            if not waiter.given.done():
-                waiter.given.set_result(waiter.found)
+            if not waiter.taken.done():
+                waiter.taken.set_result(waiter.nothing)
 
     def settings(self, group: Group) -> GroupSettings:
         """The settings of a group; it keeps its size when the server is started with another one."""
@@ -230,93 +210,78 @@ class Reads:
         ends = time.monotonic() + seconds
         try:
             while (left := ends - time.monotonic()) > 0 and not gone():
-                await asyncio.wait({waiter.given}, timeout=min(left, _CHECK_S))
-                if waiter.given.done():
-                    return waiter.given.result()
+                await asyncio.wait({waiter.taken}, timeout=min(left, _CHECK_S))
+                if waiter.taken.done():
+                    return waiter.taken.result()
                 if blocked():
                     break
-            return waiter.found
+            return waiter.nothing
         finally:
             self._waiters.remove(waiter)
-            waiter.given.cancel()
+            waiter.taken.cancel()
 
     async def serve_waiting(self) -> None:
         """Hands groups to readers that wait, for ever."""
         while True:
             await self._news.wait()
             self._news.clear()
-            in_vain: dict[Wanted, tuple[int, Taken]] = {}
+            in_vain: dict[Wanted, Taken] = {}
             for waiter in list(self._waiters):
-                if waiter.tried != self._changes and not waiter.given.done():
+                if not waiter.taken.done():
                     try:
                         await self._serve(waiter, in_vain)
                     except Exception as error:
-                        if not waiter.given.done():
-                            waiter.given.set_exception(error)
+                        if not waiter.taken.done():
+                            waiter.taken.set_exception(error)
 
-    async def _serve(self, waiter: _Waiter, in_vain: dict[Wanted, tuple[int, Taken]]) -> None:
-        asked = waiter.wanted()
-        # Whoever asks for the same gets the same: nothing, until something has become ready.
-        question = msgspec.structs.replace(asked, consumer=None, read_id=None, seconds=0.0)
-        waiter.tried, waiter.found = in_vain.get(question, (-1, waiter.found))
-        if waiter.tried == self._changes:
-            return
-        waiter.tried = self._changes
-        taken = await self._take(asked)
-        if taken.lease is None:
-            waiter.found = taken
-            in_vain[question] = waiter.tried, taken
-        elif waiter.given.done():
-            await self.give_back(taken.lease.id)
-        else:
-            waiter.given.set_result(taken)
+    async def _serve(self, waiter: _Waiter, in_vain: dict[Wanted, Taken]) -> None:
+        wanted = waiter.wanted()
+        question = replace(wanted, consumer=None, read_id=None, seconds=0.0)
+        if question not in in_vain:  # whoever asks for the same gets the same: nothing
+            taken = await self._take(wanted)
+            if taken.lease is not None:
+                if waiter.taken.done():
+                    await self.give_back(taken.lease)
+                else:
+                    waiter.taken.set_result(taken)
+                return
+            in_vain[question] = taken
+        waiter.nothing = in_vain[question]
 
     async def _take(self, wanted: Wanted) -> Taken:
-        return await self._store.take(msgspec.structs.replace(wanted, skip_tasks=tuple(self.paused)))
+        return await self._store.take(replace(wanted, skip_tasks=tuple(self.paused)))
 
     # -- finishing
 
     async def finish(self, lease: str, part: Sequence[Group], encoding: Encoding | None) -> list[Ready]:
-        """Some groups of a lease as they are handed out.
+        """Some groups of a lease, one of `parts_of`, as they are handed out.
 
         Those that cannot be finished leave it, and those of a paused task go back to their places.
-
-        Args:
-            lease: That they are on.
-            part: One of `parts_of`.
-            encoding: Of the items; None: as they are stored, where a group's items agree.
         """
 
-        async def call(group: Group, items: list[StoredItem]) -> tuple[Ready | None, list[str]]:
-            return await self._finish(group, items, encoding)
-
-        done, removals = await self._each("finish", part, call)
-        tried = {one.group for one in removals} | {group.id for group, _ in done}
-        for group, (ready, _) in done:
-            if ready is None:
-                enough = group.n >= self.settings(group).min_valid_items
-                removals.append(Removal(group.id, "filtered" if enough else "too_few_items"))
-        filtered = {group.id: len(uids) for group, (ready, uids) in done if ready is not None and uids}
-        back = [group.id for group in part if group.id not in tried]
-        if removals or filtered or back:
-            await self._store.finish(lease, removals, filtered, back)
-        return [ready for _, (ready, _) in done if ready is not None]
-
-    async def _finish(
-        self, group: Group, items: list[StoredItem], encoding: Encoding | None
-    ) -> tuple[Ready | None, list[str]]:
-        settings = self.settings(group)
-        wanted = encoding or ("json" if all(one.encoding == "json" for one in items) else "msgpack")
-        if settings.raw or not self._host.overridden(group.task) & FINISHING:
-            done = finish_group(items, settings, wanted)
-        else:
-            done = await self._host.finish(
+        async def call(group: Group, items: list[StoredItem]) -> tuple[Encoding, list[bytes]]:
+            is_json = all(item.encoding == "json" for item in items)
+            wanted: Encoding = encoding or ("json" if is_json else "msgpack")
+            settings = self.settings(group)
+            if settings.raw or not self._hooks.overridden(group.task) & FINISHING:
+                return wanted, finish_group(items, settings, wanted)
+            return wanted, await self._hooks.finish(
                 group.task, group.instance_id, _stored(items), settings, group.timed_out, wanted
             )
-        bodies, left_out = done
-        if not bodies:
-            return None, []
-        return Ready(group, wanted, dump_list(bodies, wanted), len(bodies)), left_out
+
+        done, removals = await self._each("finish", part, call)
+        tried = {removal.group for removal in removals} | {group.id for group, _ in done}
+        back = [group.id for group in part if group.id not in tried]
+        ready = []
+        for group, (form, bodies) in done:
+            if bodies:
+                ready.append(Ready(group, form, dump_list(bodies, form), len(bodies)))
+            else:
+                enough = group.n >= self.settings(group).min_valid_items
+                removals.append(Removal(group.id, "filtered" if enough else "too_few_items"))
+        if removals or back:
+            await self._store.finish(lease, removals, back)
+        return ready
 
     async def _each(
         self, what: str, groups: Sequence[Group], call: Callable[[Group, list[StoredItem]], Awaitable[T]]
@@ -344,15 +309,18 @@ class Reads:
                 removals.append(Removal(group.id, error.hook or "hooks", error.traceback))
                 self._failed_in_a_row[group.task, what] += 1
                 if self._failed_in_a_row[group.task, what] >= _FAILURES_IN_A_ROW:
-                    why = (
-                        f"reads of task {group.task!r} pause for {self.pause_s:g} s: {error.hook} failed on "
-                        f"{_FAILURES_IN_A_ROW} groups in a row, the last time with: {error}. Once the generator "
-                        "file is mended, POST /v1/quarantine/retry"
-                    )
-                    _LOG.error("%s", why)
-                    self._paused[group.task] = time.monotonic() + self.pause_s, why
+                    self._pause(group.task, error)
                     del self._failed_in_a_row[group.task, what]
         return done, removals
+
+    def _pause(self, task: str, error: HookError) -> None:
+        why = (
+            f"reads of task {task!r} pause for {self.pause_s:g} s: {error.hook} failed on {_FAILURES_IN_A_ROW} "
+            f"groups in a row, the last time with: {error}. Once the generator file is mended, POST "
+            "/v1/quarantine/retry"
+        )
+        _LOG.error("%s", why)
+        self._paused[task] = time.monotonic() + self.pause_s, why
 
     # -- judging
 
@@ -370,21 +338,22 @@ class Reads:
                     await self._unjudged.wait()
 
     async def _judge_some(self) -> bool:
-        tasks = [task for task in self._host.files if self._policy.has_own_judge(task)]
-        tasks = [task for task in tasks if task not in self.paused]
+        paused = self.paused
+        tasks = [
+            task for task in self._hooks.files if task not in paused and self._policy.has_own_judge(task)
+        ]
         groups = await self._store.unjudged(tasks, _PART_GROUPS) if tasks else []
         if not groups:
             return False
 
         async def call(group: Group, items: list[StoredItem]) -> tuple[int, Verdict]:
-            verdict = await self._host.judge(
+            verdict = await self._hooks.judge(
                 group.task, group.instance_id, _stored(items), self.settings(group), group.timed_out
             )
             return len(items), verdict
 
         done, removals = await self._each("judge", parts_of(groups)[0], call)
-        judged = [Judged(group.id, n, verdict.valid, verdict.finished) for group, (n, verdict) in done]
-        await self._store.judge(judged, removals)
+        await self._store.judge([Judged(group.id, n, *verdict) for group, (n, verdict) in done], removals)
         return True
 
     # -- reporting
@@ -395,12 +364,12 @@ class Reads:
         """About the groups that leave by a read, and with a `scope` those dropped since the last such read.
 
         Returns:
-            The `meta_info`, and what to give to `ack` as `told`.
+            The `meta_info`, and what to give to `ack` as `reported_up_to`.
         """
         drops, reported = ([], 0) if scope is None else await self._store.unread_drops(*scope, _DROPS)
         gone = [*groups, *drops]
         meta = None
-        if groups and "get_group_data_meta_info" in self._host.overridden(groups[0].task):
+        if groups and "get_group_data_meta_info" in self._hooks.overridden(groups[0].task):
             try:
                 meta = await self._own_meta_info(gone, groups[0])
             except HookError as error:
@@ -424,7 +393,7 @@ class Reads:
                 items = loaded[group.id]
                 if not isinstance(items, str):
                     given.append((group.instance_id, _stored(items)))
-        return await self._host.meta_info(first.task, given, self.settings(first))
+        return await self._hooks.meta_info(first.task, given, self.settings(first))
 
 
 class Answer:
@@ -452,19 +421,19 @@ class Answer:
             ConnectionError: The client is gone.
         """
         assert taken.lease is not None
-        self.leases.append(taken.lease.id)
+        self.leases.append(taken.lease)
         form = self._form
         for part in parts_of(taken.groups):
             if self._request.gone:
                 raise ConnectionResetError
-            ready = await self._reads.finish(taken.lease.id, part, form.encoding)
+            ready = await self._reads.finish(taken.lease, part, form.encoding)
             if ready and not self.groups:
                 await self.begin(head)
             if ready:
                 between = form.between if self.groups else b""
                 await self._response.write(between + form.between.join(map(form.group, ready)))
-            self.groups += [one.group for one in ready]
-            self.items += sum(one.n for one in ready)
+            self.groups += [each.group for each in ready]
+            self.items += sum(each.n for each in ready)
 
     async def end(
         self, end: dict[str, Any], then: Callable[[], Awaitable[None]] | None = None
@@ -482,7 +451,7 @@ class Answer:
 
 
 def _stored(items: Sequence[StoredItem]) -> list[tuple[Encoding, bytes]]:
-    return [(one.encoding, one.body) for one in items]
+    return [(item.encoding, item.body) for item in items]
 
 
 def parts_of(groups: Sequence[Group]) -> list[list[Group]]:

@@ -191,7 +191,7 @@ class NativeRoutes:
                     head["notices"] = await service.notices(taken, scope)
                     await answer.begin(head)
                     break
-                more = {"lease": taken.lease.id, "lease_seconds": wanted.seconds, "groups": len(taken.groups)}
+                more = {"lease": taken.lease, "lease_seconds": wanted.seconds, "groups": len(taken.groups)}
                 await answer.send(taken, head | more | {"notices": service.drop_notices()})
                 if not answer.groups:  # its hooks left nothing of them: the next ones
                     await reads.give_back(answer.leases.pop())
@@ -278,7 +278,7 @@ class NativeRoutes:
         job = request.params["job"]
         if not await self._store.has_groups(job):  # a record may be gone, and its groups still here
             await self.one_job(request)
-        if any(one.id == job and one.state == "running" for one in await self._store.live_jobs()):
+        if any(one.id == job and one.state == "running" for one in await self._store.jobs()):
             raise HTTPError(409, f"job {job} runs: POST /v1/jobs/{job}/stop first", "running")
         return {"job": job, "groups": await self._store.drop_job(job, "replaced")}
 
@@ -324,7 +324,7 @@ class NativeRoutes:
 
     async def retry(self, request: Request) -> Any:
         asked = await request.json(GroupNumbers, MAX_ASKED)
-        await self._service.host.refresh(again=True)
+        await self._service.hooks.refresh(again=True)
         self._service.reads.try_again()
         back = await self._store.retry(asked.groups)
         return {"groups": len(back), "unknown": sorted(set(asked.groups or ()) - set(back))}

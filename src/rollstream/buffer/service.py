@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +29,13 @@ from rollstream.buffer.reads import Reads, Scope, TaskPolicy
 from rollstream.buffer.store.base import Change, Group, GroupState, Limits, Taken
 from rollstream.buffer.store.sql import Database, SqlStore
 from rollstream.buffer.store.sqlite import SqliteDatabase
-from rollstream.errors import BufferFullError, ConfigError, RollstreamError, RunDirectoryError
+from rollstream.errors import (
+    BufferFullError,
+    ConfigError,
+    RollstreamError,
+    RunDirectoryError,
+    StorageFullError,
+)
 from rollstream.store.lock import LockHeldError, RunLock
 from rollstream.surrogates import replace_in_json
 from rollstream.web import HTTPError
@@ -49,20 +55,6 @@ _MANY_NUMBERS: Final = 2**15
 
 _PARSE_S: Final = 60.0
 """For that process to parse one item."""
-
-_HINTS: Final = {
-    "equal_rewards": "all rewards of the group are equal, which teaches nothing",
-    "out_of_range": "no reward is from 0 to 1: scale them, start with --raw, or define hooks",
-    "unscored": "no item has a reward",
-    "failed": "its rollouts failed, see extra_info.failure of its items",
-    "too_few_valid": "too few of its rewards are from 0 to 1: scale them, start with --raw, or define hooks",
-    "timed_out": "too few items came in time (--group-timeout-seconds, --min-timeout-group-size-ratio)",
-    "filtered": "filter_item left too few items",
-    "too_few_items": "is_valid_group took it with fewer items than --min-valid-item-size-ratio of its size",
-    "not_valid": "is_valid_group did not want it",
-    "stale": "it is older than a reader's max_staleness",
-}
-
 
 _NOT_READY: Final[Mapping[GroupState, str]] = {
     "open": "instance {0.instance_id!r} has {0.n} of its {0.size} items (--group-size, or a job's group_size)",
@@ -91,31 +83,31 @@ class BufferOptions:
 
 
 class Service:
-    """One server's buffer.
-
-    Args:
-        options: Of the server.
-        token: What clients have to show, if anything.
-    """
+    """One server's buffer. `token`: what clients have to show, if anything."""
 
     def __init__(self, options: BufferOptions, token: str | None) -> None:
         self.options = options
         slime = plugins.load("rollstream.generators", "slime")
-        self.host = slime.GeneratorFiles(options.generators, options.hook_seconds)
+        self.hooks = slime.GeneratorFiles(options.generators, options.hook_seconds)
         self._parser = slime.HookProcess(_PARSE_S)
         self._parse_apart: Callable[..., Awaitable[list[Item]]] = self._parser.parse
-        self.policy = TaskPolicy(options.settings, self.host)
+        self.policy = TaskPolicy(options.settings, self.hooks)
         self.store = SqlStore(_database(options), self.policy, options.limits)
-        self.reads = Reads(self.store, self.host, self.policy)
+        self.reads = Reads(self.store, self.hooks, self.policy)
+        tools: frozenset[str] = frozenset()
+        if options.tools is not None:
+            from rollstream.chat.tool_schema import load_tool_schemas
+
+            tools = frozenset(tool["function"]["name"] for tool in load_tool_schemas(str(options.tools)))
         self.jobs = slime.Jobs(
             self.store,
-            self.host,
+            self.hooks,
             directory=options.directory,
-            buffer_url="",
             rules=slime.PayloadRules(
-                options.inputs, options.engines, forbidden=options.directory, tools=_tool_names(options.tools)
+                options.inputs, options.engines, forbidden=options.directory, tools=tools
             ),
-            server_id=_server_id(options.directory),
+            # The same after a restart on this folder.
+            server_id=f"{socket.gethostname()}:{options.directory.resolve()}",
             group_defaults=options.settings,
             issue_token=self._issue_token,
             tools_file=options.tools,
@@ -126,7 +118,7 @@ class Service:
         self._job_token: tuple[str, str] | None = None
         """The token of the last job's generator, and the job."""
         self._room = asyncio.Event()
-        self._lock: RunLock | None = None
+        self._lock = RunLock(options.directory / "buffer.lock")
         self._tasks: list[asyncio.Task[None]] = []
         self._dropped_unread: Counter[str] = Counter()
         """Since a reader got something last."""
@@ -141,28 +133,37 @@ class Service:
             ConfigError: An option is wrong, or a generator file cannot be used.
             RunDirectoryError: The folder is another server's, or of another format.
         """
-        options = self.options
-        options.directory.mkdir(parents=True, exist_ok=True)
+        folder = self.options.directory
+        folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(PermissionError):  # another account's, which has let this one in
-            options.directory.chmod(0o700)
-        self._lock = _locked(options.directory)
+            folder.chmod(0o700)
         try:
-            if options.generators:
-                await self.host.refresh()
-                if self.host.problems:
-                    raise ConfigError("\n".join(self.host.problems))
-                for task, file in sorted(self.host.files.items()):
+            self._lock.acquire()
+        except LockHeldError as error:
+            raise RunDirectoryError(
+                f"{folder} is another server's: {error.holder}. Stop it, or take another --dir"
+            ) from error
+        try:
+            if self.options.generators:
+                await self.hooks.refresh()
+                if self.hooks.problems:
+                    raise ConfigError("\n".join(self.hooks.problems))
+                for task, file in sorted(self.hooks.files.items()):
                     own = ", ".join(sorted(file.overridden)) or "none"
                     _LOG.info("task %r: %s, own hooks: %s", task, file.path, own)
             await self.store.open()
         except BaseException:
-            await self.host.close()
+            await self.hooks.close()
             self._lock.release()
             raise
 
     async def begin(self, url: str) -> None:
         """Goes on with the job that ran. `url`: where generators reach this server."""
-        self.jobs.buffer_url = _own_url(url)
+        # By a name of its own, `localhost`: HTTP clients that send the generator's token to a host send it to all
+        # of its ports, and engines are mostly at 127.0.0.1.
+        for host, own in (("0.0.0.0", "localhost"), ("127.0.0.1", "localhost"), ("[::]", "[::1]")):
+            url = url.replace(f"://{host}:", f"://{own}:")
+        self.jobs.buffer_url = url
         for work in (self._sweep(), self.reads.judge(), self.reads.serve_waiting()):
             self._tasks.append(asyncio.create_task(work))
         await self.jobs.resume()
@@ -177,14 +178,13 @@ class Service:
         """Ends generators, hooks and the store, whatever user code does."""
         for task in self._tasks:
             task.cancel()
-        await self.host.close()
+        await self.hooks.close()
         await self._parser.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(RollstreamError):
             await self.jobs.close()
         await self.store.close()
-        if self._lock is not None:
-            self._lock.release()
+        self._lock.release()
 
     # -- writing
 
@@ -244,11 +244,12 @@ class Service:
             self._room.clear()
             try:
                 return await self.store.write(items)
-            except BufferFullError as error:
+            except (BufferFullError, StorageFullError) as error:
                 if not self._full:
-                    _LOG.warning("%s (--max-buffer-size): writers wait until groups leave", error)
+                    _LOG.warning("writers wait until groups leave: %s", error)
                 self._full = str(error)
-                if hold is None or len(items) > self.options.limits.items:
+                waits = hold is not None and isinstance(error, BufferFullError)
+                if not waits or len(items) > self.options.limits.items:
                     raise
             self.held_writes += 1
             try:
@@ -257,7 +258,7 @@ class Service:
                         await self._room.wait()
             finally:
                 self.held_writes -= 1
-            if hold():
+            if hold is not None and hold():
                 raise ConnectionResetError
             if self.closing:
                 raise closing_error()
@@ -295,8 +296,8 @@ class Service:
             if scope.task in (None, task):
                 found.append({"task_type": task, "error": why, "message": why, "final": False})
         if self._full:
-            why = f"{self._full} (--max-buffer-size): writers wait until groups leave"
-            found.append({"error": self._full, "message": why, "final": False})
+            message = f"writers wait until groups leave: {self._full}"
+            found.append({"error": self._full, "message": message, "final": False})
         quarantined = await self.store.groups(
             state="quarantined", task=scope.task, jobs=scope.jobs, limit=100
         )
@@ -348,14 +349,11 @@ class Service:
 
     def drop_notices(self) -> list[str]:
         """The groups dropped since a reader got something last, by reason."""
-        counts = self._dropped_unread
-        if not counts:
+        if not (counts := self._dropped_unread):
             return []
-        most = counts.most_common(1)[0][0]
-        hint = f" ({most}: {_HINTS[most]})" if most in _HINTS else ""
+        reasons = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
         return [
-            f"{counts.total()} groups were dropped since a read got some: {_listed(counts.most_common())}{hint}; "
-            "GET /v1/dropped lists them"
+            f"{counts.total()} groups were dropped since a read got some: {reasons}; GET /v1/dropped lists them"
         ]
 
     def note_read(self, groups: Sequence[Group], consumer: str | None) -> None:
@@ -405,21 +403,6 @@ class Service:
             await asyncio.sleep(0 if more else _SWEEP_S)
 
 
-def _listed(counts: Iterable[tuple[str, int]]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counts)
-
-
-def _own_url(url: str) -> str:
-    """The address by which generators on this machine reach the server.
-
-    By a name of its own, `localhost`: HTTP clients that send the generator's token to a host send it to all of
-    its ports, and engines are mostly at 127.0.0.1.
-    """
-    for host in ("0.0.0.0", "127.0.0.1"):
-        url = url.replace(f"://{host}:", "://localhost:")
-    return url.replace("://[::]:", "://[::1]:")
-
-
 def closing_error() -> HTTPError:
     """For whoever waits when the server stops."""
     return HTTPError(503, "the server stops", "closing", headers={"retry-after": "1"})
@@ -435,28 +418,3 @@ def _database(options: BufferOptions) -> Database:
     from rollstream.buffer.store.postgres import PostgresDatabase
 
     return PostgresDatabase(options.store)
-
-
-def _locked(directory: Path) -> RunLock:
-    lock = RunLock(directory / "buffer.lock")
-    try:
-        lock.acquire()
-    except LockHeldError as error:
-        raise RunDirectoryError(
-            f"{directory} is another server's: {error.holder}. Stop it, or take another --dir"
-        ) from error
-    return lock
-
-
-def _server_id(directory: Path) -> str:
-    """The same after a restart on this folder."""
-    return f"{socket.gethostname()}:{directory.resolve()}"
-
-
-def _tool_names(path: Path | None) -> frozenset[str]:
-    """Names of the tools in a tool file."""
-    if path is None:
-        return frozenset()
-    from rollstream.chat.tool_schema import load_tool_schemas
-
-    return frozenset(schema["function"]["name"] for schema in load_tool_schemas(str(path)))

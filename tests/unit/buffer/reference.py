@@ -1,10 +1,11 @@
 """A store in memory, naive and short enough to be believed: what the real one is compared against."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
+from msgspec.structs import replace
 
 from rollstream.buffer.groups import StoredItem, drop_reason, judge_rewards
 from rollstream.buffer.items import InstanceId, Item
@@ -39,7 +40,6 @@ class RefGroup:
     deadline: float = 0.0
     judged: int = 0
     lease: str | None = None  # the newest that it was handed out with, over or not
-    filtered: int = 0
     reason: str | None = None
     cause: str | None = None
     left: int | None = None
@@ -87,7 +87,6 @@ class ReferenceStore:
         self.group_count = self.written = self.items_of_job = self.left = self.reported = 0
         self.delivered: list[RefGroup] = []
         self.dropped: list[RefGroup] = []
-        self.filtered = 0
         self.scored = {"written": 0, "delivered": 0}
         self.reward = {"written": 0.0, "delivered": 0.0}
 
@@ -264,7 +263,7 @@ class ReferenceStore:
             return [], len(chosen), 0 if wanted.drop_stale else len(stale)
         assert lease is not None
         for group in chosen:
-            group.state, group.lease, group.filtered = "leased", lease, 0
+            group.state, group.lease = "leased", lease
         items = sum(len(group.items) for group in chosen)
         self.leases[lease] = RefLease(
             *(wanted.consumer, wanted.read_id, wanted.seconds, self.now + wanted.seconds, len(chosen), items)
@@ -280,9 +279,7 @@ class ReferenceStore:
             for one, reward in zip(group.items, group.rewards, strict=True)
         ]
 
-    def finish(
-        self, lease: str, removals: Sequence[Removal], filtered: Mapping[int, int], back: Sequence[int]
-    ) -> None:
+    def finish(self, lease: str, removals: Sequence[Removal], back: Sequence[int]) -> None:
         if self.lease(lease).state != "out":
             raise ConflictError
         leased = [group for group in self.in_state("leased") if group.lease == lease]
@@ -294,9 +291,6 @@ class ReferenceStore:
         if removed:
             self.leases[lease].groups -= len(removed)
             self.leases[lease].items -= sum(len(group.items) for group in removed)
-        for group in leased:
-            if group not in removed:
-                group.filtered = filtered.get(group.id, group.filtered)
 
     def lease(self, lease: str) -> RefLease:
         if lease not in self.leases:
@@ -315,7 +309,6 @@ class ReferenceStore:
             self.left += len(group.items)
             group.state, group.left = "delivered", self.left
             self.delivered.append(group)
-            self.filtered += group.filtered
             for reward in group.rewards:
                 self.score("delivered", reward)
         for lease in live.values():
@@ -406,14 +399,12 @@ class ReferenceStore:
         items = Counter[str]()
         for group in self.dropped:
             items[group.reason or ""] += len(group.items)
-        if self.filtered:
-            items["filtered"] += self.filtered
         return Stats(
             items=self.items_here(),
             items_ready=sum(len(group.items) for group in ready),
             items_of_job=self.items_of_job,
             items_written=self.written,
-            items_delivered=sum(len(group.items) for group in self.delivered) - self.filtered,
+            items_delivered=sum(len(group.items) for group in self.delivered),
             items_dropped=dict(items),
             groups={
                 state: len(self.in_state(state))

@@ -213,7 +213,7 @@ async def test_jobs_over_http(tmp_path: Path) -> None:
         status, answer = await buffer.post("/v1/jobs", {"task_type": "chess"})
         assert (status, answer["error"]["where"]) == (400, "task_type")
         assert "Known: math" in answer["error"]["message"]
-        for key, wrong in (("min_valid_item_size_ratio", 1.4), ("group_size", 0), ("raw", 1)):
+        for key, wrong in (("min_valid_item_size_ratio", 1.4), ("group_size", 0), ("raw", "yes")):
             _, answer = await buffer.post("/v1/jobs", {"task_type": "math", key: wrong})
             assert answer["error"]["where"] == key
         job = await buffer.start(num_repeat_per_sample=2)

@@ -71,7 +71,7 @@ wanted = st.builds(
 )
 
 
-FINISHES = ["drop", "quarantine", "both", "leave out", "leave out", "back", "nothing"]
+FINISHES = ["drop", "quarantine", "both", "back", "nothing"]
 PLAIN_READS = [Wanted(groups=n, consumer="a", read_id="r1", seconds=10.0) for n in (1, 2, 4)]
 
 
@@ -181,12 +181,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert looked == [group.seen() for group in self.model.choose(wanted)[0]]
         taken = self.run(self.store.take(wanted))
         before = [group.seen() for group in self.model.choose(wanted)[0]]
-        groups, available, stale = self.model.take(wanted, taken.lease and taken.lease.id)
+        groups, available, stale = self.model.take(wanted, taken.lease)
         assert (taken.available, taken.stale) == (available, stale)
         if groups:
             assert taken.groups == before
-            assert taken.lease.groups == [group.id for group in groups]
-            return str(taken.lease.id)
+            return str(taken.lease)
         assert taken.lease is None and taken.groups == []
         return None
 
@@ -204,11 +203,10 @@ class StoreMachine(RuleBasedStateMachine):
             removals += [Removal(group.id, "transform_group", "Traceback") for group in theirs[-1:]]
         if len({one.group for one in removals}) < len(removals):
             return
-        filtered = {group.id: 1 for group in theirs} if what == "leave out" else {}
         back = [group.id for group in theirs] if what == "back" else []
         self.same(
-            self.store.finish(lease, removals, filtered, back),
-            lambda: self.model.finish(lease, removals, filtered, back),
+            self.store.finish(lease, removals, back),
+            lambda: self.model.finish(lease, removals, back),
         )
 
     @precondition(lambda self: self.model.leases)

@@ -111,11 +111,9 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     task: str | None = None
     jobs: tuple[str, ...] | None = None
     size: int | None = None
-    """Only groups of this `group_size`."""
     distinct: bool = False
-    """No instance twice."""
+    """No instance twice, and none of `without`."""
     without: frozenset[InstanceId] = frozenset()
-    """With `distinct`: instances that the reader has already."""
     skip_tasks: tuple[str, ...] = ()
     min_version: int | None = None
     """Groups with an older item are passed over, or dropped as stale with `drop_stale`."""
@@ -128,9 +126,9 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 class Taken(msgspec.Struct, frozen=True, kw_only=True):
     """The groups that a read got."""
 
-    lease: Lease | None
-    groups: list[Group]
-    available: int
+    lease: str | None = None
+    groups: list[Group] = []
+    available: int = 0
     """Groups that there were for an exact read that got none."""
     stale: int = 0
     """Groups that were too old for a read, which got nothing; without those that it dropped."""
@@ -157,8 +155,6 @@ class Judged(NamedTuple):
 
 
 class Acked(NamedTuple):
-    """The result of an ack."""
-
     groups: int
     items: int
     repeated: bool
@@ -200,7 +196,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts."""
+    """Counts. Dicts are by reason, or by state; what has left is in none of the states."""
 
     items: int
     """That have not left."""
@@ -210,9 +206,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     items_written: int
     items_delivered: int
     items_dropped: dict[str, int]
-    """By reason."""
     groups: dict[str, int]
-    """By state, without those that have left."""
     groups_delivered: int
     groups_dropped: dict[str, int]
     scored_written: int

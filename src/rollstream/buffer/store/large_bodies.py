@@ -49,7 +49,7 @@ class LargeBodies:
     def open(self, named: Mapping[int, int], file_bytes: int) -> None:
         """Begins to write beside the files that rows name. A file of `file_bytes` is not appended to."""
         self._named, self._file_bytes = Counter(named), file_bytes
-        here = {int(path.name): path for path in self._folder.glob("[0-9]" * 12)}
+        here = {int(path.name): path for path in self._files()}
         self._unnamed = [path for number, path in here.items() if number not in named]
         self._last = max(named.keys() | here.keys(), default=0)
 
@@ -119,23 +119,23 @@ class LargeBodies:
     def read(self, place: Place) -> bytes | None:
         """Returns a body, or None where its file is gone. A damaged one is shorter, or other."""
         try:
-            fd = os.open(self._path(place.file), os.O_RDONLY | os.O_CLOEXEC)
+            with self._path(place.file).open("rb", buffering=0) as file:
+                return os.pread(file.fileno(), place.size, place.at)
         except FileNotFoundError:
             return None
-        try:
-            return os.pread(fd, place.size, place.at)
         except OSError:  # a bad place of the disk
             return b""
-        finally:
-            os.close(fd)
 
     def size(self) -> int:
         """Bytes of all files."""
         size = 0
-        for path in self._folder.glob("[0-9]" * 12):
+        for path in self._files():
             with contextlib.suppress(FileNotFoundError):  # its server has just deleted it
                 size += path.stat().st_size
         return size
+
+    def _files(self) -> list[Path]:
+        return list(self._folder.glob("[0-9]" * 12))
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:012d}"

@@ -7,7 +7,7 @@ database's: servers agree on what has expired.
 import contextlib
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -140,7 +140,7 @@ class PostgresDatabase:
             )
             return int(row.fetchone()[0])
 
-    def tidy(self) -> None:
+    def tidy(self, room: int = 0) -> None:
         """The database does it by itself."""
 
     @contextlib.contextmanager
@@ -172,16 +172,16 @@ class _Tx:
         self._cursor = connection.cursor(binary=True)
         ((self.now,),) = self.rows(_NOW)
 
-    def missing_room(self, size: int) -> tuple[int, int]:
-        return 0, 0  # the database minds its disk itself, and refuses any change where it is full
+    def room(self) -> int:
+        return 2**62  # the database minds its disk itself, and refuses any change where it is full
 
-    def put_beside(self, bodies: Sequence[tuple[int, bytes]]) -> Sequence[tuple[int, bytes]]:
-        return bodies
+    def put(self, body: bytes) -> tuple[bytes, int | None]:
+        return body, None
 
-    def beside(self, seq: int) -> bytes | None:
-        return None
+    def get(self, body: bytes, file: int | None) -> bytes | None:
+        return body
 
-    def delete_beside(self, groups: Sequence[int]) -> None: ...
+    def forget(self, files: Iterable[int]) -> None: ...
 
     def rows(self, sql: str, *arguments: Any) -> list[Any]:
         self._cursor.execute(sql, arguments or None)

@@ -14,16 +14,15 @@ thread for changes or in one for looks; their callers, in the event loop, wait f
 import asyncio
 import functools
 import hashlib
-import logging
 import sys
 import time
 import uuid
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 import msgspec
 import orjson
@@ -57,13 +56,11 @@ from rollstream.errors import (
     StorageFullError,
 )
 
-_LOG = logging.getLogger(__name__)
-
 P = ParamSpec("P")
 T = TypeVar("T")
 G = TypeVar("G", bound=Group)
 
-FORMAT: Final = 6
+FORMAT: Final = 7
 """The format of the tables. Another one is refused."""
 
 SCHEMA: Final = """
@@ -75,7 +72,7 @@ CREATE TABLE IF NOT EXISTS groups (
   n BIGINT NOT NULL, bytes BIGINT NOT NULL, rewards TEXT NOT NULL, failed BIGINT NOT NULL, version BIGINT,
   state TEXT NOT NULL, timed_out BIGINT NOT NULL, position BIGINT NOT NULL, updated DOUBLE PRECISION NOT NULL,
   reason TEXT, cause TEXT, "left" BIGINT, key TEXT NOT NULL, deadline DOUBLE PRECISION NOT NULL,
-  judged BIGINT NOT NULL, lease TEXT, filtered BIGINT NOT NULL);
+  judged BIGINT NOT NULL, lease TEXT);
 CREATE UNIQUE INDEX IF NOT EXISTS groups_open ON groups (key) WHERE state = 'open';
 CREATE INDEX IF NOT EXISTS groups_due ON groups (deadline) WHERE state = 'open';
 CREATE INDEX IF NOT EXISTS groups_unjudged ON groups (task) WHERE state IN ('open', 'judging') AND judged < n;
@@ -88,13 +85,14 @@ CREATE INDEX IF NOT EXISTS groups_of_job ON groups (job, "left");
 CREATE TABLE IF NOT EXISTS items (
   grp BIGINT NOT NULL, seq BIGINT NOT NULL, uid TEXT NOT NULL UNIQUE, reward DOUBLE PRECISION,
   encoding TEXT NOT NULL, crc BIGINT NOT NULL, PRIMARY KEY (grp, seq)) {clustered};
-CREATE TABLE IF NOT EXISTS bodies (seq {key}, body {blob} NOT NULL);
 CREATE TABLE IF NOT EXISTS leases (
   id TEXT PRIMARY KEY, consumer TEXT, read_id TEXT, seconds DOUBLE PRECISION NOT NULL,
   deadline DOUBLE PRECISION NOT NULL, state TEXT NOT NULL, groups BIGINT NOT NULL, items BIGINT NOT NULL);
 CREATE INDEX IF NOT EXISTS leases_due ON leases (state, deadline);
 CREATE INDEX IF NOT EXISTS leases_of_read ON leases (read_id) WHERE state = 'out' AND read_id IS NOT NULL;
-INSERT INTO totals (id, json) VALUES (1, '{{}}') ON CONFLICT (id) DO NOTHING
+CREATE TABLE IF NOT EXISTS bodies (seq {key}, body {blob} NOT NULL, file BIGINT);
+CREATE INDEX IF NOT EXISTS bodies_of_file ON bodies (file) WHERE file IS NOT NULL;
+INSERT INTO totals (id, json) VALUES (1, '{{"format": 7}}') ON CONFLICT (id) DO NOTHING
 """
 """A lease is out, acked, or back (nacked or expired). `key` of a group stands for its task, job and instance; its
 lease is the newest that it was handed out with, over or not, until it leaves. Each write pays for every index."""
@@ -144,23 +142,20 @@ class Tx(Protocol):
         """Runs a statement for each row of arguments."""
         ...
 
-    def put_beside(self, bodies: Sequence[tuple[int, bytes]]) -> Sequence[tuple[int, bytes]]:
-        """Stores bodies beside the database, by the numbers of their items; returns those that are to be rows."""
+    def put(self, body: bytes) -> tuple[bytes, int | None]:
+        """Returns `body` and `file` of the row that keeps a body; one with a file is kept there."""
         ...
 
-    def beside(self, seq: int) -> bytes | None:
-        """Returns a body that is no row. None: there is none."""
+    def get(self, body: bytes, file: int | None) -> bytes | None:
+        """Returns the body of such a row; None where its file is lost."""
         ...
 
-    def delete_beside(self, groups: Sequence[int]) -> None:
-        """Deletes the bodies beside the database of all items of these groups."""
+    def forget(self, files: Iterable[int]) -> None:
+        """Takes note of deleted rows by their files."""
         ...
 
-    def missing_room(self, size: int) -> tuple[int, int]:
-        """Bytes that the disk lacks to take items of this size, and those that deleting bodies would have to free.
-
-        Both are 0: there is room.
-        """
+    def room(self) -> int:
+        """Bytes of items that the disk has room for, beside a margin; below zero, it is that much too full."""
         ...
 
 
@@ -175,8 +170,8 @@ class Database(Protocol):
 
     def read(self, work: Callable[[Tx], T]) -> T: ...
     def disk_bytes(self) -> int: ...
-    def tidy(self) -> None:
-        """Gives disk space back, when there is nothing else to do."""
+    def tidy(self, room: int = 0) -> None:
+        """Gives some unused space back to the disk; if there is less room than this, all of it."""
         ...
 
 
@@ -188,37 +183,46 @@ class _Row(Group, gc=False):
     judged: int = 0
     """Items that it had when it was judged last."""
     lease: str | None = None
-    filtered: int = 0
-    """Items that it is handed out without."""
 
 
 _FIELDS: Final = _Row.__struct_fields__
 _GROUP: Final = ", ".join(f'"{name}"' for name in Group.__struct_fields__)
 _ROW: Final = ", ".join(f'"{name}"' for name in _FIELDS)
-_REWARDS: Final = _FIELDS.index("rewards")
-_TIMED_OUT: Final = _FIELDS.index("timed_out")
-
-_CHANGES: Final = ", ".join(f'"{name}" = excluded."{name}"' for name in _FIELDS[_FIELDS.index("n") :])
+_ID, _REWARDS, _TIMED_OUT = map(_FIELDS.index, ("instance_id", "rewards", "timed_out"))
 _SAVE: Final = (
-    f"INSERT INTO groups ({_ROW}) VALUES ({', '.join(['%s'] * len(_FIELDS))}) "
-    f"ON CONFLICT (id) DO UPDATE SET {_CHANGES}"
+    f"INSERT INTO groups ({_ROW}) VALUES ({', '.join(['%s'] * len(_FIELDS))}) ON CONFLICT (id) DO UPDATE SET "
+    + ", ".join(f'"{name}" = excluded."{name}"' for name in _FIELDS[_FIELDS.index("n") :])
 )
-"""The columns before `n` never change, nor does `key`."""
+"""The columns before `n` never change."""
 
+_UNJUDGED: Final = "state IN ('open', 'judging') AND judged < n"
+_DROPPED: Final = 'state = \'dropped\' AND "left" > %s ORDER BY "left" LIMIT %s'
+_STATES: Final = {
+    "open": "state = 'open'",
+    "judging": f"{_UNJUDGED} AND state = 'judging'",
+    "ready": "state = 'ready'",
+    "leased": "lease IS NOT NULL AND state = 'leased'",
+    "quarantined": "state = 'quarantined'",
+}
+"""Conditions for groups that have not left, in the words of the index that finds them: no arguments, which
+PostgreSQL does not know when it plans."""
 
-class _Jobs(NamedTuple):
-    version: int
-    by_id: Mapping[str, JobRecord]
-    last: JobRecord | None
+_COUNTED: Final = [
+    name for name in Stats.__struct_fields__
+    if name.startswith(("scored_", "reward_")) or name in (
+        "items_of_job", "items_written", "items_delivered", "groups_delivered", "archive_bytes"
+    )
+]  # fmt: skip
+"""Stats that are totals of the same name."""
 
 
 class _Session:
     """The state that the operations of one transaction share."""
 
-    def __init__(self, tx: Tx, jobs: _Jobs) -> None:
+    def __init__(self, tx: Tx, jobs: Mapping[str, JobRecord], jobs_version: int) -> None:
         self.tx = tx
         self.totals = _totals(tx)
-        self.jobs = jobs
+        self.jobs, self.jobs_version = jobs, jobs_version
         self.refresh_jobs()
         self.in_vain = 0
         """Operations that found nothing to do."""
@@ -227,9 +231,8 @@ class _Session:
 
     def refresh_jobs(self) -> None:
         """Reads the jobs again if one has changed, here or at another server."""
-        if (version := self.totals["jobs"]) != self.jobs.version:
-            jobs = _jobs(self.tx)
-            self.jobs = _Jobs(version, {job.id: job for job in jobs}, jobs[-1] if jobs else None)
+        if (version := self.totals["jobs"]) != self.jobs_version:
+            self.jobs, self.jobs_version = {job.id: job for job in _jobs(self.tx)}, version
 
     def count(self, name: str, by: int = 1) -> int:
         """The total afterwards."""
@@ -260,6 +263,9 @@ class _Session:
         self.count("archive_bytes", size)
         return self.count("items_left", items)
 
+    def lacking(self, size: int = 0) -> int:
+        return _lacking(self.tx, self.totals, size)
+
     def save_totals(self) -> None:
         self.count("readied", self.ready)
         self.totals |= {"clock": self.tx.now, "changed": time.time()}
@@ -267,6 +273,7 @@ class _Session:
 
 
 _Op = Callable[[_Session], Any]
+_Waiting = tuple[Sequence[Item] | _Op, asyncio.Future[Any]]
 
 
 def _change(
@@ -302,51 +309,36 @@ class SqlStore:
     """
 
     def __init__(self, database: Database, policy: Policy, limits: Limits | None = None) -> None:
-        self._database = database
-        self._policy = policy
-        self._limits = limits or Limits()
+        self._database, self._policy, self._limits = database, policy, limits or Limits()
         self._changes = ThreadPoolExecutor(1, thread_name_prefix="buffer-changes")
         self._looks = ThreadPoolExecutor(1, thread_name_prefix="buffer-looks")
-        self._waiting: deque[tuple[Sequence[Item] | _Op, asyncio.Future[Any]]] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._committing: asyncio.Task[None] | None = None
-        self._jobs = _Jobs(-1, {}, None)
-        self._readied = -1
-        self._refused: int | None = None
-        """Size of the largest write that was refused since there was room."""
-        self._told_full = False
+        self.known_jobs: Mapping[str, JobRecord] = {}
+        """By id, oldest first, as of the last transaction."""
+        self._jobs_version = self._readied = -1
         self.changed: Callable[[Change], None] = lambda change: None
         self.items_of_job = 0
         """Written by the last job, as of the last transaction."""
 
     @property
-    def known_jobs(self) -> Mapping[str, JobRecord]:
-        """By id, oldest first, as of the last transaction."""
-        return self._jobs.by_id
-
-    @property
     def last_job(self) -> JobRecord | None:
         """The job that was started last."""
-        return self._jobs.last
+        return _last(self.known_jobs)
 
     async def open(self) -> None:
         """Raises `StorageError`, `RunDirectoryError`."""
         try:
             await self._in(self._changes, lambda: self._database.open(SCHEMA))
             found = (await self._read(_totals))["format"]
-            if found not in (0, FORMAT):
+            if found != FORMAT:
                 raise RunDirectoryError(
                     f"the buffer's data has format {found}, this version reads {FORMAT}: use the version of "
                     "rollstream that wrote it, or start with an empty folder or database"
                 )
-            if not found:
-                await self._set_format()
         except BaseException:
             await self.close()
             raise
-
-    @_change
-    def _set_format(self, session: _Session) -> None:
-        session.totals["format"] = FORMAT
 
     async def close(self) -> None:
         """Waits for what is under way."""
@@ -361,7 +353,7 @@ class SqlStore:
     def check_writable(self, session: _Session) -> None:
         """Raises `StorageError` where no items can be written now."""
         session.in_vain += 1
-        if _is_full(session.tx, session.totals):
+        if session.lacking() > session.totals["archive_bytes"]:
             raise StorageFullError(_FULL)
 
     # -- committing
@@ -384,7 +376,7 @@ class SqlStore:
             while self._waiting:
                 for _ in range(_TURNS):
                     await asyncio.sleep(0)
-                some: list[tuple[Sequence[Item] | _Op, asyncio.Future[Any]]] = []
+                some: list[_Waiting] = []
                 size = 0
                 while self._waiting and size < _COMMIT_BYTES:
                     some.append(self._waiting.popleft())
@@ -393,7 +385,7 @@ class SqlStore:
         finally:
             self._committing = None
 
-    async def _commit_some(self, some: Sequence[tuple[Sequence[Item] | _Op, asyncio.Future[Any]]]) -> None:
+    async def _commit_some(self, some: Sequence[_Waiting]) -> None:
         results: Sequence[Any]
         try:
             results = await self._transact([op for op, _ in some])
@@ -406,17 +398,18 @@ class SqlStore:
                 return
             results = [error] * len(some)
         for (_, future), result in zip(some, results, strict=True):
-            if not future.done():
-                if isinstance(result, Exception):
-                    future.set_exception(result)
-                else:
-                    future.set_result(result)
+            if future.done():
+                continue
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
 
     async def _transact(self, ops: Sequence[Sequence[Item] | _Op]) -> list[Any]:
         """Does all of them; the result of each, or its error."""
 
         def work(tx: Tx) -> tuple[_Session, list[Any]]:
-            session = _Session(tx, self._jobs)
+            session = _Session(tx, self.known_jobs, self._jobs_version)
             written = iter(self._write(session, [op for op in ops if not callable(op)]))
             results: list[Any] = []
             for op in ops:
@@ -433,7 +426,8 @@ class SqlStore:
 
         size = sum(map(_size, ops))
         session, results = await self._in(self._changes, lambda: self._database.transaction(work, size))
-        self._jobs, self.items_of_job = session.jobs, session.totals["items_of_job"]
+        self.known_jobs, self._jobs_version = session.jobs, session.jobs_version
+        self.items_of_job = session.totals["items_of_job"]
         ready = session.totals["readied"] > self._readied  # also by another server
         self._readied = session.totals["readied"]
         if ready or session.unjudged or session.room:
@@ -449,11 +443,18 @@ class SqlStore:
                 result: list[bool] = await self._commit(items)
                 return result
             except StorageFullError:
-                if not await self._sweep():  # which trims the archive for them
-                    if not self._told_full:
-                        _LOG.error("%s", _FULL)
-                    self._told_full = True
+                size = _size(items)
+                if not await self._make_room(size):
                     raise
+                await self._in(self._changes, functools.partial(self._database.tidy, size))
+
+    @_change
+    def _make_room(self, session: _Session, size: int) -> int:
+        """Gives up what of the archive the disk lacks for so many bytes; 0: that would not help."""
+        lacking, archive = session.lacking(size), session.totals["archive_bytes"]
+        trimmed = self._trim(session, archive - lacking) if 0 < lacking <= archive else 0
+        session.in_vain += not trimmed
+        return trimmed
 
     @_look
     def known(self, tx: Tx, uids: Sequence[str]) -> list[bool]:
@@ -468,40 +469,35 @@ class SqlStore:
             return []
         known = _known(session.tx, [item.uid for items in writes for item in items])
         here = session.totals["items_written"] - session.totals["items_left"]
+        lacking = -session.tx.room() + _notes(session.totals)
         results: list[list[bool] | RollstreamError] = []
         new: list[Item] = []
-        has_room = not _lacks_room(session, sum(map(_size, writes)))
-        size = 0
         for items in writes:
             fresh: dict[str, Item] = {}
             for item in items:
                 if item.uid not in known:
                     fresh.setdefault(item.uid, item)
+            size = _size(list(fresh.values()))
             if fresh and here + len(fresh) > self._limits.items:
                 error = f"the buffer holds {here} items, of at most {self._limits.items}"
                 results.append(BufferFullError(error))
-                continue
-            if fresh and not has_room:
-                size += (of_these := _size(list(fresh.values())))
-                if _lacks_room(session, size):
-                    self._refused = max(self._refused or 0, size)
-                    size -= of_these
-                    results.append(StorageFullError(_FULL))
-                    continue
-            known |= fresh.keys()
-            here += len(fresh)
-            new += fresh.values()
-            results.append([fresh.pop(item.uid, None) is not None for item in items])
+            elif fresh and lacking + size > 0:
+                results.append(StorageFullError(_FULL))
+            else:
+                known |= fresh.keys()
+                here += len(fresh)
+                lacking += size
+                new += fresh.values()
+                results.append([fresh.pop(item.uid, None) is not None for item in items])
         if new:
             self._add(session, new)
         return results
 
     def _add(self, session: _Session, new: Sequence[Item]) -> None:
-        jobs, last = session.jobs.by_id, session.jobs.last
+        jobs, last, tx = session.jobs, _last(session.jobs), session.tx
         owners = [_owner(item, jobs, last) for item in new]
         keys = [_group_key(*owner, item.instance_id) for owner, item in zip(owners, new, strict=True)]
-        rows = _rows(session.tx, "state = 'open' AND key = ANY(%s)", list(set(keys)))
-        open_rows = {row.key: row for row in rows}
+        open_rows = {row.key: row for row in _rows(tx, "state = 'open' AND key = ANY(%s)", list(set(keys)))}
         touched: dict[int, _Row] = {}
         items, bodies = [], []
         for item, (task, job), key in zip(new, owners, keys, strict=True):
@@ -524,17 +520,17 @@ class SqlStore:
             row.failed += item.failed
             if item.version is not None:
                 row.version = item.version if row.version is None else min(row.version, item.version)
-            row.position, row.updated = seq, session.tx.now
-            row.deadline = session.tx.now + settings.group_timeout_seconds
+            row.position, row.updated = seq, tx.now
+            row.deadline = tx.now + settings.group_timeout_seconds
             items.append((row.id, seq, item.uid, reward, item.encoding, zlib.crc32(item.body)))
-            bodies.append((seq, item.body))
+            bodies.append((seq, *tx.put(item.body)))
             self._judge(session, row)
             if row.state != "open":
                 del open_rows[key]
-        session.tx.many(
+        tx.many(
             "INSERT INTO items (grp, seq, uid, reward, encoding, crc) VALUES (%s, %s, %s, %s, %s, %s)", items
         )
-        session.tx.many("INSERT INTO bodies (seq, body) VALUES (%s, %s)", session.tx.put_beside(bodies))
+        tx.many("INSERT INTO bodies (seq, body, file) VALUES (%s, %s, %s)", bodies)
         _save(session, touched.values())
 
     def _judge(self, session: _Session, row: _Row) -> None:
@@ -544,7 +540,7 @@ class SqlStore:
             if row.timed_out or row.n >= row.size:
                 row.state = "judging"
             return
-        settings = self._policy.settings(row.task, session.jobs.by_id.get(row.job))
+        settings = self._policy.settings(row.task, session.jobs.get(row.job))
         if settings.group_size != row.size:  # the server was started with another --group-size meanwhile
             settings = replace(settings, group_size=row.size)
         row.judged = row.n
@@ -570,26 +566,16 @@ class SqlStore:
             if wanted.min_version is not None and not wanted.drop_stale:
                 which, values = _matching(wanted, ("version < %s", wanted.min_version))
                 ((passed,),) = tx.rows(f"SELECT count(*) FROM groups WHERE {which}", *values)
-            return Taken(lease=None, groups=[], available=len(chosen), stale=passed)
-        lease = Lease(
-            id=uuid.uuid4().hex,
-            consumer=wanted.consumer,
-            seconds=wanted.seconds,
-            left_s=wanted.seconds,
-            groups=[group.id for group in chosen],
-        )
-        items = sum(group.n for group in chosen)
-        who = lease.id, wanted.consumer, wanted.read_id, wanted.seconds
+            return Taken(available=len(chosen), stale=passed)
+        lease = uuid.uuid4().hex
         tx.rows(
             "INSERT INTO leases (id, consumer, read_id, seconds, deadline, state, groups, items) "
             "VALUES (%s, %s, %s, %s, %s, 'out', %s, %s)",
-            *who, tx.now + wanted.seconds, len(chosen), items,
+            lease, wanted.consumer, wanted.read_id, wanted.seconds, tx.now + wanted.seconds,
+            len(chosen), sum(group.n for group in chosen),
         )  # fmt: skip
-        tx.rows(
-            "UPDATE groups SET state = 'leased', lease = %s, filtered = 0 WHERE id = ANY(%s)",
-            lease.id,
-            lease.groups,
-        )
+        ids = [group.id for group in chosen]
+        tx.rows("UPDATE groups SET state = 'leased', lease = %s WHERE id = ANY(%s)", lease, ids)
         return Taken(lease=lease, groups=chosen, available=len(chosen))
 
     @_look
@@ -611,37 +597,24 @@ class SqlStore:
 
     @_change
     def finish(
-        self,
-        session: _Session,
-        lease: str,
-        removals: Sequence[Removal],
-        filtered: Mapping[int, int],
-        back: Sequence[int] = (),
+        self, session: _Session, lease: str, removals: Sequence[Removal], back: Sequence[int] = ()
     ) -> None:
-        """Takes groups out of a lease, `back` to their places; notes how many items others are handed out without.
-
-        Raises:
-            ConflictError: The lease ended meanwhile.
-        """
+        """Takes groups out of a lease, `back` to their places. Raises `ConflictError`: it ended meanwhile."""
         tx = session.tx
-        if _lease_rows(tx, [lease])[lease].state != "out":
+        if _lease_rows(tx, [lease])[lease][0] != "out":
             raise ConflictError(f"lease {lease} ended before all of its groups were finished")
-        ids = [*(removal.group for removal in removals), *filtered, *back]
+        ids = [*(removal.group for removal in removals), *back]
         rows = _rows(tx, "state = 'leased' AND lease = %s AND id = ANY(%s)", lease, ids)
-        for row in rows:
-            row.filtered = filtered.get(row.id, row.filtered)
-        removed = _remove(session, rows, removals)
+        _remove(session, rows, removals)
         for row in rows:
             if row.id in back:
                 session.make_ready(row)
                 row.lease = None
-                removed.append(row)
         _save(session, rows)
-        items = sum(row.n for row in removed)
         tx.rows(
             "UPDATE leases SET groups = groups - %s, items = items - %s WHERE id = %s",
-            len(removed),
-            items,
+            len(rows),
+            sum(row.n for row in rows),
             lease,
         )
 
@@ -655,39 +628,36 @@ class SqlStore:
         """
         tx = session.tx
         known = _lease_rows(tx, leases)
-        live = [lease for lease, row in known.items() if row.state != "acked"]
+        live = [lease for lease, (state, *_) in known.items() if state != "acked"]
         groups = tx.rows(
-            "SELECT id, n, bytes, filtered, lease, rewards FROM groups WHERE lease = ANY(%s) "
+            "SELECT id, n, bytes, lease, rewards FROM groups WHERE lease = ANY(%s) "
             "AND state IN ('ready', 'leased') ORDER BY position",
             live,
         )
-        here = Counter(row[4] for row in groups)
+        here = Counter(row[3] for row in groups)
         for lease in live:
-            if missing := known[lease].groups - here[lease]:
+            if missing := known[lease][1] - here[lease]:
                 raise ConflictError(
                     f"lease {lease} ended, and {missing} of its groups are not there any more: what was read by "
                     "it must not count"
                 )
         session.totals["reported"] = max(reported_up_to or 0, session.totals["reported"])
         gone = []
-        for id_, n, size, filtered, _, rewards in groups:
+        for id_, n, size, _, rewards in groups:
             gone.append((session.leave(n, size), id_))
             session.count("groups_delivered")
-            session.count("items_delivered", n - filtered)
+            session.count("items_delivered", n)
             for reward in orjson.loads(rewards):
                 session.score("delivered", reward)
-            if filtered:
-                session.count("items_dropped:filtered", filtered)
         tx.many("UPDATE groups SET state = 'delivered', lease = NULL, \"left\" = %s WHERE id = %s", gone)
         tx.rows("UPDATE leases SET state = 'acked' WHERE id = ANY(%s)", live)
-        return Acked(
-            sum(row.groups for row in known.values()), sum(row.items for row in known.values()), not live
-        )
+        _, of_groups, of_items = zip(*known.values(), strict=True)
+        return Acked(sum(of_groups), sum(of_items), not live)
 
     @_change
     def nack(self, session: _Session, lease: str) -> None:
         """The groups go back to their places. Raises `NotFoundError`, `ConflictError`."""
-        state = _lease_rows(session.tx, [lease])[lease].state
+        state, *_ = _lease_rows(session.tx, [lease])[lease]
         if state == "acked":
             raise ConflictError(f"lease {lease} was acked")
         if state == "out":
@@ -696,7 +666,7 @@ class SqlStore:
     @_change
     def extend(self, session: _Session, lease: str, seconds: float) -> None:
         """The lease ends that much from now. Raises `NotFoundError`, `ConflictError`."""
-        if _lease_rows(session.tx, [lease])[lease].state != "out":
+        if _lease_rows(session.tx, [lease])[lease][0] != "out":
             raise ConflictError(f"lease {lease} has ended")
         deadline = session.tx.now + seconds
         session.tx.rows(
@@ -765,13 +735,9 @@ class SqlStore:
 
     async def drop_job(self, job: str, reason: str) -> int:
         """Drops what nobody has read of a job."""
-
-        def some(session: _Session) -> int:
-            which = "job = %s AND \"left\" IS NULL AND state IN ('open', 'judging', 'ready') LIMIT %s"
-            return _drop_where(session, reason, which, job, _SLICE)
-
+        which = "job = %s AND \"left\" IS NULL AND state IN ('open', 'judging', 'ready') LIMIT %s"
         dropped = 0
-        while count := await self._commit(some):
+        while count := await self._commit(lambda session: _drop_where(session, reason, which, job, _SLICE)):
             dropped += count
         return dropped
 
@@ -830,21 +796,15 @@ class SqlStore:
             row.timed_out = row.state == "judging" or row.deadline < tx.now
             self._judge(session, row)
         _save(session, rows)
-        done = len(expired) + len(rows) + self._trim(session) + self._forget(session)
+        trimmed = self._trim(session, self._limits.archive_bytes)
+        done = len(expired) + len(rows) + trimmed + self._forget(session)
         session.in_vain += not done
         return done
 
-    def _trim(self, session: _Session) -> int:
-        """Deletes bodies of what left first: of what is too much, or what the disk lacks for new items."""
+    def _trim(self, session: _Session, bound: int) -> int:
+        """Deletes bodies of what left first, some at a time, until the archive has so many bytes."""
         totals, ids = session.totals, []
-        size = (self._refused or 0) + _noting_room(totals)
-        bound = min(self._limits.archive_bytes, totals["archive_bytes"] - session.tx.missing_room(size)[1])
-        if self._refused is not None and not _is_full(session.tx, totals, self._refused):
-            self._refused = None
-            if self._told_full:
-                _LOG.info("the disk has room for items again")
-            self._told_full = False
-        if totals["archive_bytes"] <= max(0, bound):
+        if totals["archive_bytes"] <= bound:
             return 0
         for group, size, left in session.tx.rows(
             'SELECT id, bytes, "left" FROM groups WHERE "left" > %s ORDER BY "left" LIMIT %s',
@@ -856,14 +816,16 @@ class SqlStore:
             session.count("archive_bytes", -size)
             totals["trimmed"] = left
             ids.append(group)
-        session.tx.rows("DELETE FROM bodies WHERE seq IN (SELECT seq FROM items WHERE grp = ANY(%s))", ids)
-        session.tx.delete_beside(ids)
+        files = session.tx.rows(
+            "DELETE FROM bodies WHERE seq IN (SELECT seq FROM items WHERE grp = ANY(%s)) RETURNING file", ids
+        )
+        session.tx.forget(file for (file,) in files if file is not None)
         session.tx.rows("UPDATE groups SET bytes = 0 WHERE id = ANY(%s)", ids)
         return len(ids)
 
     def _forget(self, session: _Session) -> int:
         """Forgets groups that left first, and their uids, but those of the last job."""
-        totals, last = session.totals, session.jobs.last
+        totals, last = session.totals, _last(session.jobs)
         bound = min(totals["trimmed"], totals["items_left"] - self._limits.remembered_uids)
         if bound <= totals["forgotten"]:
             return 0
@@ -875,8 +837,8 @@ class SqlStore:
         )
         totals["forgotten"] = rows[-1][2] if len(rows) == _SLICE else bound
         ids = [group for group, job, _ in rows if last is None or job != last.id]
-        session.tx.rows("DELETE FROM items WHERE grp = ANY(%s)", ids)
-        session.tx.rows("DELETE FROM groups WHERE id = ANY(%s)", ids)
+        for table, column in (("items", "grp"), ("groups", "id")):
+            session.tx.rows(f"DELETE FROM {table} WHERE {column} = ANY(%s)", ids)
         return max(1, len(rows))
 
     # -- jobs
@@ -884,27 +846,27 @@ class SqlStore:
     @_change
     def save_job(self, session: _Session, record: JobRecord) -> JobRecord:
         """Stores a job and returns it: a new one gets its `number`, and `expected` stays once it is known."""
-        totals, number, expected = session.totals, session.totals["last_job"], record.expected
-        if (known := _job(session.tx, record.id)) is None:
-            for (text,) in session.tx.rows("SELECT record FROM jobs WHERE number = %s", number):
-                _put_job(session, _replaced(_decode_job(text)))
+        totals, last, known = session.totals, _last(session.jobs), session.jobs.get(record.id)
+        if known is None:
+            if last is not None:
+                _put_job(session, _replaced(last))
             session.tx.rows(
                 "DELETE FROM jobs WHERE number <= %s AND NOT EXISTS (SELECT 1 FROM groups WHERE job = jobs.id)",
-                number - _JOBS_KEPT,
+                totals["last_job"] - _JOBS_KEPT,
             )
-            number = session.count("last_job")
+            record = msgspec.structs.replace(record, number=session.count("last_job"))
             totals["items_of_job"] = totals["forgotten"] = 0
         else:
-            record = record if known.number == number else _replaced(record)
-            number, expected = known.number, known.expected if expected is None else expected
-        stored = msgspec.structs.replace(record, number=number, expected=expected)
-        _put_job(session, stored)
-        return stored
+            expected = known.expected if record.expected is None else record.expected
+            record = record if last is not None and last.id == record.id else _replaced(record)
+            record = msgspec.structs.replace(record, number=known.number, expected=expected)
+        _put_job(session, record)
+        return record
 
     @_change
     def expect(self, session: _Session, job: str, items: int) -> None:
         """Sets `expected` of a job, and nothing else. Raises `NotFoundError`."""
-        if (record := _job(session.tx, job)) is None:
+        if (record := session.jobs.get(job)) is None:
             raise NotFoundError(f"there is no job {job!r:.100}")
         _put_job(session, msgspec.structs.replace(record, expected=items))
 
@@ -912,11 +874,6 @@ class SqlStore:
     def jobs(self, tx: Tx) -> list[JobRecord]:
         """All jobs, oldest first."""
         return _jobs(tx)
-
-    async def live_jobs(self) -> list[JobRecord]:
-        """The last one, and those that run, oldest first."""
-        jobs = await self.jobs()
-        return [job for job in jobs if job is jobs[-1] or job.state == "running"]
 
     @_change
     def claim_job(self, session: _Session, job: str, server: str, stale_after_s: float) -> bool:
@@ -971,12 +928,10 @@ class SqlStore:
         # Looked at second: of items that the archive has given up meanwhile it says so, by `bytes`.
         if not (rows := await self._read(lambda tx: _groups(tx, "id = %s", group))):
             return None
+        whole: dict[str, Any] = {"group": described(rows[0]), "items": []}
         if isinstance(items, str):
-            return {"group": described(rows[0]), "items": [], "problem": items}
-        return {
-            "group": described(rows[0]),
-            "items": [plain_item(item.body, item.encoding) for item in items],
-        }
+            return whole | {"problem": items}
+        return whole | {"items": [plain_item(item.body, item.encoding) for item in items]}
 
     @_look
     def dropped(self, tx: Tx, after: int, limit: int) -> list[Group]:
@@ -1012,28 +967,9 @@ class SqlStore:
             leases=leases[0][0],
             oldest_ready_s=max(0.0, tx.now - first[0][0]) if first else 0.0,
             disk_bytes=disk_bytes,
-            disk_full=_is_full(tx, totals),
+            disk_full=_lacking(tx, totals) > totals["archive_bytes"],
             **{name: totals[name] for name in _COUNTED},
         )
-
-
-_COUNTED: Final = (
-    *("items_of_job", "items_written", "items_delivered", "groups_delivered", "archive_bytes"),
-    *("scored_written", "reward_written", "scored_delivered", "reward_delivered"),
-)
-"""Stats that are totals of the same name."""
-
-_UNJUDGED: Final = "state IN ('open', 'judging') AND judged < n"
-_DROPPED: Final = 'state = \'dropped\' AND "left" > %s ORDER BY "left" LIMIT %s'
-_STATES: Final = {
-    "open": "state = 'open'",
-    "judging": f"{_UNJUDGED} AND state = 'judging'",
-    "ready": "state = 'ready'",
-    "leased": "lease IS NOT NULL AND state = 'leased'",
-    "quarantined": "state = 'quarantined'",
-}
-"""Conditions for groups that have not left, in the words of the index that finds them: no arguments, which
-PostgreSQL does not know when it plans."""
 
 
 def _size(op: Sequence[Item] | _Op) -> int:
@@ -1044,16 +980,12 @@ def _totals(tx: Tx) -> defaultdict[str, Any]:
     return defaultdict(int, orjson.loads(tx.rows("SELECT json FROM totals WHERE id = 1")[0][0]))
 
 
-def _is_full(tx: Tx, totals: Mapping[str, int], size: int = 0) -> bool:
-    """Whether there is no room for items, also if the archive was trimmed."""
-    return max(tx.missing_room(size + _noting_room(totals))) > totals["archive_bytes"]
+def _lacking(tx: Tx, totals: Mapping[str, int], size: int = 0) -> int:
+    """Bytes that have to leave the disk before it takes items of this size: each is written twice."""
+    return max(0, 2 * (size + _notes(totals) - tx.room()))
 
 
-def _lacks_room(session: _Session, size: int) -> bool:
-    return any(session.tx.missing_room(size + _noting_room(session.totals)))
-
-
-def _noting_room(totals: Mapping[str, int]) -> int:
+def _notes(totals: Mapping[str, int]) -> int:
     """Bytes that reads and acks of all groups take for their notes."""
     gone = totals["groups_delivered"] + sum(_by_reason(totals, "groups_dropped:").values())
     return (totals["groups"] - gone) * _GROUP_ROOM
@@ -1073,8 +1005,7 @@ def _rows(tx: Tx, which: str, *arguments: Any) -> list[_Row]:
 
 def _decoded(row: Sequence[Any], kind: type[G]) -> G:
     values = list(row)
-    values[3] = orjson.loads(values[3])
-    values[_REWARDS] = orjson.loads(values[_REWARDS])
+    values[_ID], values[_REWARDS] = orjson.loads(values[_ID]), orjson.loads(values[_REWARDS])
     values[_TIMED_OUT] = bool(values[_TIMED_OUT])
     return kind(*values)
 
@@ -1083,7 +1014,7 @@ def _save(session: _Session, rows: Collection[_Row]) -> None:
     saved = []
     for row in sorted(rows, key=lambda row: row.id):  # by age: of one key only one group may be open
         values = list(msgspec.structs.astuple(row))
-        values[3] = orjson.dumps(row.instance_id).decode()
+        values[_ID] = orjson.dumps(row.instance_id).decode()
         values[_REWARDS] = orjson.dumps(row.rewards).decode()
         values[_TIMED_OUT] = int(row.timed_out)
         saved.append(values)
@@ -1094,9 +1025,10 @@ def _choose(tx: Tx, wanted: Wanted) -> tuple[list[Group], list[int]]:
     """Groups for a read, first in the queue first, and those that are to be dropped as too old for it."""
     chosen: list[Group] = []
     stale: list[int] = []
-    seen = set(wanted.without)
-    oldest = None if wanted.drop_stale else wanted.min_version
-    which, values = _matching(wanted, ("(version IS NULL OR version >= %s)", oldest))
+    seen, oldest = set(wanted.without), wanted.min_version
+    which, values = _matching(
+        wanted, ("(version IS NULL OR version >= %s)", None if wanted.drop_stale else oldest)
+    )
     position, limit = 0, min(wanted.groups + 16, 4096)
     for _ in range(_LOOKS):
         found = _groups(tx, f"{which} AND position > %s ORDER BY position LIMIT %s", *values, position, limit)
@@ -1104,11 +1036,7 @@ def _choose(tx: Tx, wanted: Wanted) -> tuple[list[Group], list[int]]:
             if len(chosen) == wanted.groups:
                 break
             position = group.position
-            if (
-                wanted.min_version is not None
-                and group.version is not None
-                and group.version < wanted.min_version
-            ):
+            if oldest is not None and group.version is not None and group.version < oldest:
                 stale.append(group.id)
             elif not (wanted.distinct and group.instance_id in seen):
                 seen.add(group.instance_id)
@@ -1127,21 +1055,18 @@ def _drop_where(session: _Session, reason: str, which: str, *arguments: Any) -> 
     return len(rows)
 
 
-def _remove(session: _Session, rows: Sequence[_Row], removals: Sequence[Removal]) -> list[_Row]:
-    """Drops or quarantines groups among these; which ones."""
+def _remove(session: _Session, rows: Sequence[_Row], removals: Sequence[Removal]) -> None:
+    """Drops or quarantines groups among these."""
     by_id = {row.id: row for row in rows}
-    removed = []
     for removal in removals:
         if (row := by_id.get(removal.group)) is None:
             continue
-        removed.append(row)
         if removal.cause is None:
             session.drop(row, removal.reason)
         else:  # a user's traceback may hold what a database's text cannot
             end = removal.cause[-_CAUSE_CHARS:].replace("\0", "\\0")
             row.state, row.reason = "quarantined", removal.reason
             row.cause = end.encode("utf-8", "backslashreplace").decode()
-    return removed
 
 
 def _give_back(session: _Session, leases: list[str]) -> int:
@@ -1155,41 +1080,32 @@ def _give_back(session: _Session, leases: list[str]) -> int:
     return len(rows)
 
 
-class _LeaseRow(NamedTuple):
-    state: str
-    groups: int
-    items: int
-
-
-def _lease_rows(tx: Tx, leases: Sequence[str]) -> dict[str, _LeaseRow]:
-    """Raises `NotFoundError`."""
+def _lease_rows(tx: Tx, leases: Sequence[str]) -> dict[str, tuple[str, int, int]]:
+    """State, groups and items of leases. Raises `NotFoundError`."""
     rows = tx.rows("SELECT id, state, groups, items FROM leases WHERE id = ANY(%s)", list(leases))
-    found = {id_: _LeaseRow(*row) for id_, *row in rows}
+    known = {id_: (state, groups, items) for id_, state, groups, items in rows}
     for lease in leases:
-        if lease not in found:
+        if lease not in known:
             raise NotFoundError(f"there is no lease {lease!r:.100}")
-    return found
+    return known
 
 
 def _load(tx: Tx, groups: Sequence[int]) -> dict[int, list[StoredItem] | str]:
     loaded: dict[int, list[StoredItem] | str] = {group: [] for group in groups}
     rows = tx.rows(
-        "SELECT items.grp, items.seq, items.uid, items.reward, items.encoding, items.crc, bodies.body FROM items "
+        "SELECT items.grp, items.uid, items.reward, items.encoding, items.crc, bodies.body, bodies.file FROM items "
         "LEFT JOIN bodies ON bodies.seq = items.seq WHERE items.grp = ANY(%s) ORDER BY items.grp, items.seq",
         list(groups),
     )
-    for group, seq, uid, reward, encoding, crc, body in rows:
+    for group, uid, reward, encoding, crc, kept, file in rows:
         items = loaded[group]
         if isinstance(items, str):
             continue
-        if body is None:
-            body = tx.beside(seq)
+        body = kept if kept is None else tx.get(kept, file)
         if body is None:
             loaded[group] = f"item {uid!r} is not kept any more, or was lost"
         elif zlib.crc32(body) != crc:
-            loaded[group] = (
-                f"item {uid!r} is not what was written: its checksum is wrong (damaged on the disk?)"
-            )
+            loaded[group] = f"item {uid!r} is not what was written: its checksum is wrong"
         else:
             items.append(StoredItem(uid, reward, encoding, body))
     return loaded
@@ -1230,12 +1146,12 @@ def _where(which: str, *conditions: tuple[str, Any]) -> tuple[str, list[Any]]:
 
 
 def _jobs(tx: Tx) -> list[JobRecord]:
-    return [_decode_job(text) for (text,) in tx.rows("SELECT record FROM jobs ORDER BY number")]
+    rows = tx.rows("SELECT record FROM jobs ORDER BY number")
+    return [msgspec.json.decode(text, type=JobRecord) for (text,) in rows]
 
 
-def _job(tx: Tx, job: str) -> JobRecord | None:
-    rows = tx.rows("SELECT record FROM jobs WHERE id = %s", job)
-    return _decode_job(rows[0][0]) if rows else None
+def _last(jobs: Mapping[str, JobRecord]) -> JobRecord | None:
+    return next(reversed(jobs.values()), None)  # type: ignore[call-overload]
 
 
 def _put_job(session: _Session, record: JobRecord) -> None:
@@ -1247,17 +1163,14 @@ def _put_job(session: _Session, record: JobRecord) -> None:
         msgspec.json.encode(record).decode(),
     )
     session.count("jobs")
+    session.refresh_jobs()
 
 
 def _replaced(record: JobRecord) -> JobRecord:
     """A job that another one has replaced never goes on: little of its payload is needed."""
-    sizes = {key: len(msgspec.json.encode(value)) for key, value in record.payload.items()}
-    short = {key: value for key, value in record.payload.items() if sizes[key] <= _SHORT_BYTES}
+    payload = record.payload.items()
+    short = {key: value for key, value in payload if len(msgspec.json.encode(value)) <= _SHORT_BYTES}
     return msgspec.structs.replace(record, payload=short)
-
-
-def _decode_job(text: str) -> JobRecord:
-    return msgspec.json.decode(text, type=JobRecord)
 
 
 def _by_reason(totals: Mapping[str, int], prefix: str) -> dict[str, int]:

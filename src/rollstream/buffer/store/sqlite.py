@@ -1,6 +1,8 @@
 """SQLite, the embedded default: a file in the buffer's folder, and files with large bodies beside it.
 
-There is a connection for changes and one for looks.
+Some room of the disk is kept for reads and acks, whoever fills the rest, as a file that means nothing. Items are
+taken only while that file is whole and the disk has room beyond it; everything else takes of it, piece by piece,
+once the disk is full. So what was acknowledged can always be read, acked and dropped, and that makes room again.
 """
 
 import contextlib
@@ -9,18 +11,24 @@ import functools
 import json
 import os
 import sqlite3
+import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from rollstream.buffer.store.large_bodies import LargeBodies, Place
-from rollstream.buffer.store.room import DiskRoom
 from rollstream.errors import DamageError, DataError, RunDirectoryError, StorageError, StorageFullError
 
 T = TypeVar("T")
 
 FILE: Final = "buffer.sqlite"
+
+_RESERVE: Final = "buffer.reserve"
+_RESERVE_BYTES: Final = 32 * 2**20
+_RESERVE_SHARE: Final = 8
+"""The reserve is at most this part of the disk."""
+_RESERVE_PIECES: Final = 32
 
 _ROWS: Final = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 """Rows of one INSERT: few different statements, so that they stay prepared."""
@@ -28,10 +36,8 @@ _ROWS: Final = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 _LARGE: Final = 2**16
 """Bytes from which on a body is written beside the database, once: SQLite writes it to its log, then to its pages."""
 
-_PLACES: Final = """;
-CREATE TABLE IF NOT EXISTS large (
-  seq INTEGER PRIMARY KEY, file INTEGER NOT NULL, at INTEGER NOT NULL, size INTEGER NOT NULL)
-"""
+_PLACE: Final = struct.Struct("<QQ")
+"""Where a large body lies in its file, and its size."""
 
 _PAGE: Final = 8192
 
@@ -53,15 +59,15 @@ _SETTINGS: Final = (
 
 
 class SqliteDatabase:
-    """A database file in a folder. The caller sees to it that no other server uses the folder.
+    """A database file in a folder, with a connection for changes and one for looks.
 
-    With `read_only` it need not be opened, and may be another server's.
+    The caller sees to it that no other server uses the folder. With `read_only` it need not be opened, and may be
+    another server's.
     """
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         self._read_only = read_only
-        self._path = folder / FILE
-        self._log = folder / f"{FILE}-wal"
+        self._path, self._log = folder / FILE, folder / f"{FILE}-wal"
         self.large_bodies = LargeBodies(folder / "bodies")
         self._changes: sqlite3.Connection | None = None
         self._looks: sqlite3.Connection | None = None
@@ -71,13 +77,15 @@ class SqliteDatabase:
         self._opened = time.monotonic()
 
     @functools.cached_property
-    def _room(self) -> DiskRoom:
-        return DiskRoom(self._path.parent)
+    def _reserve(self) -> int:
+        """Bytes of the reserve, when it is whole."""
+        disk = os.statvfs(self._path.parent)
+        return min(_RESERVE_BYTES, disk.f_blocks * disk.f_frsize // _RESERVE_SHARE)
 
-    @functools.cached_property
+    @property
     def _log_pages(self) -> int:
         """The log grows to so many (16 MiB): half of the reserve; the other half takes them into the database."""
-        return max(16, self._room.reserve // 2 // _PAGE)
+        return max(16, self._reserve // 2 // _PAGE)
 
     def open(self, schema: str) -> None:
         with contextlib.suppress(OSError):  # SQLite says it better; its log has the database's mode
@@ -85,17 +93,20 @@ class SqliteDatabase:
         with _errors(self._path):
             self._changes = connection = _connect(self._path)
             self._with_reserve(lambda: self._set_up(connection, schema))
-            self._room.refill(self._log_bytes())
-            named = connection.execute("SELECT file, count(*) FROM large GROUP BY file")
-            self.large_bodies.open(dict(named.fetchall()), self._room.reserve // 2)
+            self._refill(_size(self._log))
+            named = connection.execute(
+                "SELECT file, count(*) FROM bodies WHERE file IS NOT NULL GROUP BY file"
+            )
+            self.large_bodies.open(dict(named.fetchall()), self._reserve // 2)
             self._opened = time.monotonic()
 
     def _set_up(self, connection: sqlite3.Connection, schema: str) -> None:
         """Writes nothing where everything is there: a full disk can be opened."""
         for setting in (*_SETTINGS, f"PRAGMA wal_autocheckpoint = {self._log_pages}"):
             connection.execute(setting)
-        schema = schema.format(key="INTEGER PRIMARY KEY", blob="BLOB", clustered="WITHOUT ROWID")
-        connection.executescript(schema + _PLACES)
+        connection.executescript(
+            schema.format(key="INTEGER PRIMARY KEY", blob="BLOB", clustered="WITHOUT ROWID")
+        )
         ((self._clock,),) = connection.execute(
             "SELECT coalesce(json_extract(json, '$.clock'), 0) FROM totals"
         )
@@ -103,9 +114,6 @@ class SqliteDatabase:
     def set_clock(self, seconds: float) -> None:
         """Sets the store's clock, which a store that only looks does not know."""
         self._clock, self._opened = seconds, time.monotonic()
-
-    def _now(self) -> float:
-        return self._clock + time.monotonic() - self._opened
 
     def close(self) -> None:
         self.large_bodies.close()
@@ -118,9 +126,9 @@ class SqliteDatabase:
         connection = self._changes
         assert connection is not None
         with _errors(self._path):
-            if any(self.missing_room(connection, size)):
+            if self.room() < size:
                 self._empty_log(connection)
-                self._room.refill(self._log_bytes())
+                self._refill(_size(self._log))
             if size:
                 return self._attempt(connection, work)
             return self._with_reserve(lambda: self._attempt(connection, work))
@@ -129,7 +137,7 @@ class SqliteDatabase:
         connection.execute("BEGIN IMMEDIATE")
         committing = False
         try:
-            result = work(_Tx(self, connection, self._now()))
+            result = work(self._tx(connection))
             self.large_bodies.sync()
             committing = True
             connection.execute("COMMIT")
@@ -141,47 +149,6 @@ class SqliteDatabase:
         self.large_bodies.keep()
         return result
 
-    def _with_reserve(self, action: Callable[[], T]) -> T:
-        """Does what needs room and makes none, as do reads and acks: it takes the reserve, once the disk is full."""
-        while True:
-            try:
-                return action()
-            except (sqlite3.Error, OSError) as error:
-                if not _is_full(error) or not self._room.give():
-                    raise
-            if self._changes is not None:
-                self._empty_log(self._changes)
-
-    def _empty_log(self, connection: sqlite3.Connection) -> None:
-        """Brings the log into the database and gives its room back, as far as readers and the disk let it."""
-        if not self._log_bytes():
-            return
-        with contextlib.suppress(sqlite3.OperationalError):
-            connection.execute("PRAGMA busy_timeout = 200")  # of a reader that reads long
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        connection.execute("PRAGMA busy_timeout = 10000")
-
-    def _log_bytes(self) -> int:
-        try:
-            return self._log.stat().st_size
-        except FileNotFoundError:
-            return 0
-
-    def missing_room(self, connection: sqlite3.Connection, size: int) -> tuple[int, int]:
-        """Bytes that the disk lacks to take items of this size, and those that disk and free pages together lack.
-
-        Each byte is written to the log first, and brought into the database later: there must be room for both,
-        also for what is in the log now.
-        """
-        needed = max(size, self._room.reserve // 4)
-        spare = self._room.free() - self._log_bytes()
-        if not self._read_only and not self._room.is_whole():  # of a copy, its server makes one at its start
-            spare = min(0, spare)
-        if spare >= 2 * needed:
-            return 0, 0
-        pages = connection.execute("PRAGMA freelist_count").fetchone()[0] * _PAGE
-        return max(0, needed - spare), max(0, 2 * needed - spare - pages)
-
     def read(self, work: Callable[[Any], T]) -> T:
         with _errors(self._path):
             if (connection := self._looks) is None:
@@ -190,51 +157,106 @@ class SqliteDatabase:
                 connection.execute("PRAGMA mmap_size = 268435456")
             connection.execute("BEGIN")
             try:
-                return work(_Tx(self, connection, self._now()))
+                return work(self._tx(connection))
             finally:
                 connection.execute("ROLLBACK")
 
+    def _tx(self, connection: sqlite3.Connection) -> "_Tx":
+        return _Tx(self, connection, self._clock + time.monotonic() - self._opened)
+
     def disk_bytes(self) -> int:
         """Bytes of the database, its log, and large bodies."""
-        return self._path.stat().st_size + self._log_bytes() + self.large_bodies.size()
+        return self._path.stat().st_size + _size(self._log) + self.large_bodies.size()
 
-    def tidy(self) -> None:
+    # -- room on the disk
+
+    def room(self) -> int:
+        """See `Tx`. Each byte is written to the log first, and brought into the database later."""
+        spare = self._free() - _size(self._log)
+        if (
+            not self._read_only and self._kept() < self._reserve
+        ):  # of a copy, its server makes one at its start
+            spare = min(0, spare)
+        return spare // 2 - self._reserve // 4
+
+    def _free(self) -> int:
+        """Bytes that can be written beside the reserve; without end where the file system does not say."""
+        disk = os.statvfs(self._path.parent)
+        return disk.f_bavail * disk.f_frsize if disk.f_blocks else 2**62
+
+    def _kept(self) -> int:
+        """Bytes of the reserve as it is."""
+        return _size(self._path.with_name(_RESERVE))
+
+    def _refill(self, beside: int = 0) -> None:
+        """Makes the reserve whole where that leaves so many bytes free."""
+        kept = self._kept()
+        if kept >= self._reserve or self._free() - beside < self._reserve - kept:
+            return
+        with contextlib.suppress(OSError):  # somebody was faster; or a quota
+            fd = os.open(self._path.with_name(_RESERVE), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.posix_fallocate(fd, kept, self._reserve - kept)
+            finally:
+                os.close(fd)
+
+    def _with_reserve(self, action: Callable[[], T]) -> T:
+        """Does what needs room and makes none, as do reads and acks: it takes the reserve, once the disk is full."""
+        while True:
+            try:
+                return action()
+            except (sqlite3.Error, OSError) as error:
+                if not _is_full(error) or not (kept := self._kept()):
+                    raise
+            piece = self._reserve // _RESERVE_PIECES + 1
+            os.truncate(self._path.with_name(_RESERVE), max(0, kept - piece))
+            if self._changes is not None:
+                self._empty_log(self._changes)
+
+    def _empty_log(self, connection: sqlite3.Connection) -> None:
+        """Brings the log into the database and gives its room back, as far as readers and the disk let it."""
+        if not _size(self._log):
+            return
+        with contextlib.suppress(sqlite3.OperationalError):
+            connection.execute("PRAGMA busy_timeout = 200")  # of a reader that reads long
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        connection.execute("PRAGMA busy_timeout = 10000")
+
+    def tidy(self, room: int = 0) -> None:
         connection = self._changes
         assert connection is not None
         with _errors(self._path):
             self.large_bodies.delete_unnamed()  # not when it is opened: its format may be another one
-            is_short = any(self.missing_room(connection, 0))
-            if connection.execute("PRAGMA freelist_count").fetchone()[0] > (0 if is_short else _IDLE_PAGES):
-                vacuum = f"PRAGMA incremental_vacuum({min(_IDLE_PAGES, self._log_pages)})"
-                self._with_reserve(lambda: connection.execute(vacuum).fetchall())
-            if is_short:
-                self._empty_log(connection)
-                self._room.refill(0)
+            vacuum = f"PRAGMA incremental_vacuum({min(_IDLE_PAGES, self._log_pages)})"
+            while True:
+                is_short = self.room() < room
+                (free,) = connection.execute("PRAGMA freelist_count").fetchone()
+                if free > (0 if is_short else _IDLE_PAGES):
+                    self._with_reserve(lambda: connection.execute(vacuum).fetchall())
+                if is_short:
+                    self._empty_log(connection)
+                    self._refill()
+                if not is_short or free <= _IDLE_PAGES:
+                    return
 
 
 class _Tx:
     def __init__(self, database: SqliteDatabase, connection: sqlite3.Connection, now: float) -> None:
-        self._database, self._connection, self.now = database, connection, now
+        self._large, self._connection, self.now = database.large_bodies, connection, now
+        self.room = database.room
 
-    def missing_room(self, size: int) -> tuple[int, int]:
-        return self._database.missing_room(self._connection, size)
+    def put(self, body: bytes) -> tuple[bytes, int | None]:
+        if len(body) < _LARGE:
+            return body, None
+        place = self._large.append(body)
+        return _PLACE.pack(place.at, place.size), place.file
 
-    def put_beside(self, bodies: Sequence[tuple[int, bytes]]) -> Sequence[tuple[int, bytes]]:
-        large = self._database.large_bodies
-        places = [(seq, *large.append(body)) for seq, body in bodies if len(body) >= _LARGE]
-        self.many("INSERT INTO large (seq, file, at, size) VALUES (%s, %s, %s, %s)", places)
-        return [row for row in bodies if len(row[1]) < _LARGE] if places else bodies
+    def get(self, body: bytes, file: int | None) -> bytes | None:
+        return body if file is None else self._large.read(Place(file, *_PLACE.unpack(body)))
 
-    def beside(self, seq: int) -> bytes | None:
-        rows = self.rows("SELECT file, at, size FROM large WHERE seq = %s", seq)
-        return self._database.large_bodies.read(Place(*rows[0])) if rows else None
-
-    def delete_beside(self, groups: Sequence[int]) -> None:
-        for (file,) in self.rows(
-            "DELETE FROM large WHERE seq IN (SELECT seq FROM items WHERE grp = ANY(%s)) RETURNING file",
-            groups,
-        ):
-            self._database.large_bodies.forget(file)
+    def forget(self, files: Iterable[int]) -> None:
+        for file in files:
+            self._large.forget(file)
 
     def rows(self, sql: str, *arguments: Any) -> list[Any]:
         plain = [json.dumps(value) if isinstance(value, list) else value for value in arguments]
@@ -251,6 +273,13 @@ class _Tx:
                 values = [value for row in rows[at : at + count] for value in row]
                 self._connection.execute(_insert_of(sql, count), values)
                 at += count
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
@@ -282,12 +311,17 @@ def _errors(path: Path) -> Iterator[None]:
         if _is_full(error):
             raise StorageFullError(f"{path}: no room on the disk; nothing of this was stored") from error
         name = getattr(error, "sqlite_errorname", "") or type(error).__name__
-        if name.startswith(("SQLITE_CONSTRAINT", "SQLITE_TOOBIG")):
-            raise DataError(f"{path} cannot store this: {error}") from error
-        if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-            raise DamageError(f"{path} is damaged: {error}") from error
-        if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM")):
-            raise RunDirectoryError(f"{path} cannot be opened for writing: {error}") from error
+        for prefixes, kind, text in (
+            (("SQLITE_CONSTRAINT", "SQLITE_TOOBIG"), DataError, "cannot store this"),
+            (("SQLITE_CORRUPT", "SQLITE_NOTADB"), DamageError, "is damaged"),
+            (
+                ("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_PERM"),
+                RunDirectoryError,
+                "cannot be opened for writing",
+            ),
+        ):
+            if name.startswith(prefixes):
+                raise kind(f"{path} {text}: {error}") from error
         raise StorageError(f"{path}: {error} ({name})") from error
 
 
@@ -295,8 +329,5 @@ def _is_full(error: sqlite3.Error | OSError) -> bool:
     # A quota or a limit of a file's size shows as a write error of SQLite.
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return getattr(error, "sqlite_errorname", "") in (
-        "SQLITE_FULL",
-        "SQLITE_IOERR_WRITE",
-        "SQLITE_IOERR_SHMSIZE",
-    )
+    full = ("SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE")
+    return getattr(error, "sqlite_errorname", "") in full

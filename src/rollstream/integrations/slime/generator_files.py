@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import orjson
 
-from rollstream.buffer.groups import Finished, GroupSettings, HookError, Verdict
+from rollstream.buffer.groups import GroupSettings, HookError, Verdict
 from rollstream.buffer.items import Encoding, InstanceId
 from rollstream.errors import ConfigError
 from rollstream.integrations.slime.hook_process import GeneratorFile, HookProcess, Stored
@@ -77,10 +77,11 @@ class GeneratorFiles:
         settings: GroupSettings,
         timed_out: bool,
         encoding: Encoding,
-    ) -> Finished:
+    ) -> list[bytes]:
         """`Hooks.finish` of a group. No items: too few passed the filter."""
         values = settings, [(instance_id, items)], timed_out, encoding
-        return Finished(*await self._call("finish", task_type, *values))
+        finished: list[bytes] = await self._call("finish", task_type, *values)
+        return finished
 
     async def meta_info(
         self, task_type: str, groups: Sequence[tuple[InstanceId, Stored]], settings: GroupSettings

@@ -231,15 +231,12 @@ def _result(request: _Request, loaded: dict[bytes, tuple[str, Hooks]]) -> Any:
     ((instance_id, given),) = groups.items()
     if request.call == "judge":
         return hooks.judge((instance_id, given), request.settings, timed_out=request.timed_out)
-    uids = [item["uid"] for item in given]  # before the hooks, which may change the items
     finished = hooks.finish((instance_id, given), request.settings, timed_out=request.timed_out)
-    kept = {item["uid"] for item in finished}
     try:
-        bodies = [dump_item(item, request.encoding) for item in finished]
+        return [dump_item(item, request.encoding) for item in finished]
     except ItemError as error:
         names = ", ".join(sorted(hooks.overridden & FINISHING))
         raise HookError(f"{request.path}: {names} gave back an item that {error}", names) from error
-    return bodies, [uid for uid in uids if uid not in kept]
 
 
 def _parsed(request: _Request) -> list[tuple[Item, int, int, bool]]:

@@ -103,7 +103,7 @@ class Jobs:
         files: GeneratorFiles,
         *,
         directory: Path,
-        buffer_url: str,
+        buffer_url: str = "",
         rules: PayloadRules,
         server_id: str,
         group_defaults: GroupSettings,
@@ -156,7 +156,7 @@ class Jobs:
         payload["num_repeat_per_sample"] = self._group_defaults.for_job(payload).group_size
         await self._files.refresh()
         async with self._changing:
-            last = next(reversed(await self._store.live_jobs()), None)
+            last = next(reversed(await self._store.jobs()), None)
             left = last is not None and await self._store.has_groups(last.id)
             same = last if last is not None and _work(last.payload) == _work(payload) else None
             moved = same is None or any(same.payload.get(key) != payload.get(key) for key in _HOW)
@@ -259,7 +259,7 @@ class Jobs:
 
     async def _reconcile(self) -> None:
         """Makes what runs here agree with the store."""
-        records = await self._store.live_jobs()
+        records = await self._store.jobs()
         record = records[-1] if records else None
         for earlier in records[:-1]:
             if earlier.state == "running":

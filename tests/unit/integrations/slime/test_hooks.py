@@ -55,7 +55,7 @@ def hooks_in(folder: Path, code: str) -> Hooks:
 
 def finish_by_default(group: Group) -> list[dict[str, Any]]:
     stored = [StoredItem(one["uid"], one["reward"], "msgpack", dump_item(one, "msgpack")) for one in group[1]]
-    return [load_item(body, "msgpack") for body in finish_group(stored, SETTINGS, "msgpack").items]
+    return [load_item(body, "msgpack") for body in finish_group(stored, SETTINGS, "msgpack")]
 
 
 def test_a_file_written_for_slime(tmp_path: Path) -> None:
