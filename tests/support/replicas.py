@@ -25,7 +25,6 @@ class FakeReplica:
 
     name: str
     capabilities: Capabilities = CAPABILITIES
-    resumes_aborted: bool = False
     version: int = 0
     away: bool = False
     hangs: bool = False

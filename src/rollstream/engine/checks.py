@@ -1,8 +1,8 @@
 """Checks that every engine makes: settings it knows, requests it can take, a model folder it can read."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,9 @@ def logprobs_fit(logprobs: list[float]) -> bool:
     return not logprobs or (max(logprobs) <= _LOGPROB_MAX and not math.isnan(sum(logprobs)))
 
 
-def no_longer_than(*lengths: int | None) -> Callable[[Capabilities], Capabilities]:
-    """Lays limits on the longest sequence over what an engine says of itself; None is no limit."""
-
-    def limit(capabilities: Capabilities) -> Capabilities:
-        known = [length for length in (capabilities.max_model_len, *lengths) if length is not None]
-        return replace(capabilities, max_model_len=min(known, default=None))
-
-    return limit
+def least(*lengths: int | None) -> int | None:
+    """The least of several limits on a sequence's length; None is no limit."""
+    return min((length for length in lengths if length is not None), default=None)
 
 
 def check_request(

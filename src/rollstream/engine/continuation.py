@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rollstream.aio import Backoff, any_true
+from rollstream.aio import Backoff
 from rollstream.engine.base import (
     Capabilities,
     ChatEngine,
@@ -160,10 +160,12 @@ class _Request:
     """Set when a reason to wait may have gone."""
     aborted: bool = False
     """By its caller, who wants what there is."""
+    is_inside: bool = False
+    """The engine has it, whether it works on it or queues it."""
     cut_by_update: bool = False
     """Aborted by an update, since it was last sent."""
     weights: int | None = None
-    """Which weights the engine had when it was last sent, if the engine says so."""
+    """The engine's when it was last sent, see `ContinuingEngine._weights`."""
     longest: int = 0
     """Tokens it has had at once: more than that is progress."""
     backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_PAUSE_S, _PAUSE_S_MAX))
@@ -183,10 +185,9 @@ class ContinuingEngine:
     - `restart`: they are dropped and the request begins anew.
     - `abort`: the caller gets them, with finish reason `abort`. Without any, the request begins anew.
 
-    This is about one generation: earlier turns of a rollout keep the tokens and versions that they have.
-
-    What a request has is lost when the engine goes away (or fails) before its end: the error goes to the
-    caller, who begins anew.
+    This is about one generation: earlier turns of a rollout keep the tokens and versions that they have. What a
+    request has is lost when the engine goes away (or fails) before its end: the error goes to the caller, who
+    begins anew.
 
     Args:
         engine: what generates; started, updated and closed through this one.
@@ -201,18 +202,18 @@ class ContinuingEngine:
         on_update: OnUpdate = "continue",
         check: Callable[[Capabilities, SamplingParams], None] = lambda *_: None,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
+        """The one inside."""
         self.meter = RequestMeter()
         self._on_update = on_update
         self._check = check
-        self._weights_inside = _weights_reader(engine)
         self._requests: dict[str, _Request] = {}
-        self._inside: set[_Request] = set()
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._changed = asyncio.Event()
+        """Set when the engine has become empty, or a pause has ended."""
         self._is_open = True
-        self._resumed = asyncio.Event()
-        self._resumed.set()
+        self.paused = False
+        self.inside = 0
+        """Requests that the engine has, whether it works on them or queues them."""
         self._updating = asyncio.Lock()
         self._proved: Scores | None = None
         """By the weights of the last update."""
@@ -220,25 +221,11 @@ class ContinuingEngine:
         self._progress_at = float("-inf")
 
     @property
-    def engine(self) -> Engine:
-        """The one inside."""
-        return self._engine
-
-    @property
     def capabilities(self) -> Capabilities:
-        return self._engine.capabilities
-
-    @property
-    def inside(self) -> int:
-        """Requests that the engine has, whether it works on them or queues them."""
-        return len(self._inside)
-
-    @property
-    def paused(self) -> bool:
-        return not self._resumed.is_set()
+        return self.engine.capabilities
 
     async def start(self) -> None:
-        await self._engine.start()
+        await self.engine.start()
 
     async def generate(
         self,
@@ -260,23 +247,23 @@ class ContinuingEngine:
     async def _generate(
         self, prompt_ids: list[int], sampling: SamplingParams, request_id: str, images: list[object] | None
     ) -> Completion:
-        request = _Request(request_id, PartialCompletion(prompt_ids, sampling))
-        self._requests[request_id] = request
+        partial = PartialCompletion(prompt_ids, sampling)
+        request = self._requests[request_id] = _Request(request_id, partial)
         try:
             while True:
-                await self._wait(request, until=lambda: self._is_open and self._resumed.is_set())
+                await self._wait(request, until=lambda: self._is_open and not self.paused)
                 if self._closed:
                     raise EngineUnavailableError("the engine is closed")
                 if request.aborted:
-                    return request.partial.result("abort")
+                    return partial.result("abort")
                 piece = await self._send(request, images)
                 if piece.finish_reason != "abort" or request.aborted:
-                    return request.partial.finish(piece)
-                if self._on_update == "abort" and (piece.token_ids or len(request.partial)):
-                    return request.partial.finish(piece)
+                    return partial.finish(piece)
+                if self._on_update == "abort" and (piece.token_ids or len(partial)):
+                    return partial.finish(piece)
                 is_longer = self._keep(request, piece)
-                if request.partial.is_full:
-                    return request.partial.result("length")
+                if partial.is_full:
+                    return partial.result("length")
                 if not (is_longer or request.cut_by_update):
                     await self._pause_without_progress(request)
         finally:
@@ -285,9 +272,9 @@ class ContinuingEngine:
 
     async def chat(self, prompt: ChatPrompt, sampling: SamplingParams, *, request_id: str) -> Completion:
         """See `ChatEngine.chat`; goes to the engine as it is: one that speaks messages updates no weights."""
-        if not isinstance(self._engine, ChatEngine):
+        if not isinstance(self.engine, ChatEngine):
             raise EngineError("this engine takes token ids: ask `generate`")
-        answer = self._engine.chat(prompt, sampling, request_id=request_id)
+        answer = self.engine.chat(prompt, sampling, request_id=request_id)
         completion = await self.meter.counted(answer)
         if not completion.token_ids and completion.usage is not None:
             self.meter.counts.tokens += completion.usage[1]
@@ -299,21 +286,23 @@ class ContinuingEngine:
         if request is not None:
             request.aborted = True
             request.wake.set()
-        if request is None or request in self._inside:
-            await self._engine.abort(request_id)
+        if request is None or request.is_inside:
+            await self.engine.abort(request_id)
 
     async def pause(self) -> None:
         """Aborts what is in the engine, as its caller would, and holds back what comes until `resume`.
 
         Returns when the engine is empty, or the pause has ended. Weights can be updated meanwhile.
         """
-        self._resumed.clear()
-        await asyncio.gather(*(self.abort(request.request_id) for request in self._inside))
-        await any_true((self._empty.wait(), self._resumed.wait()))
+        self.paused = True
+        await asyncio.gather(*(self.abort(request.request_id) for request in self._inside()))
+        while self.paused and self.inside:
+            self._changed.clear()
+            await self._changed.wait()
 
     def resume(self) -> None:
         """Ends a pause."""
-        self._resumed.set()
+        self.paused = False
         self._wake_all()
 
     async def update_weights(self, source: str, version: int) -> None:
@@ -331,7 +320,7 @@ class ContinuingEngine:
             self._is_open = False
             try:
                 await self._drain()
-                await self._engine.update_weights(source, version)
+                await self.engine.update_weights(source, version)
                 await self._prove(source)
                 _LOG.info("weights of version %d, from %s", version, source)
             finally:
@@ -340,59 +329,53 @@ class ContinuingEngine:
 
     async def score(self, ids: list[int], start: int = 1) -> list[float]:
         """See `ScoresIds.score`; not while weights change."""
-        if not self.capabilities.scores or not isinstance(self._engine, ScoresIds):
+        if not self.capabilities.scores or not isinstance(self.engine, ScoresIds):
             raise EngineError("this engine gives no log-probs of given ids")
         async with self._updating:
-            return await self._engine.score(ids, start)
-
-    async def _prove(self, source: str) -> None:
-        """Compares the engine with what the trainer says of its weights. A pool has done so for each replica.
-
-        Raises:
-            WeightsLostError: it has loaded something else.
-        """
-        engine, trainer = self._engine, await asyncio.to_thread(read_probe, source)
-        if trainer is None or isinstance(engine, HasReplicas):
-            return
-        if not engine.capabilities.scores or not isinstance(engine, ScoresIds):
-            return
-        now = Scores(await engine.score(list(PROBE_IDS)), trainer)
-        if (problem := find_problem(now, self._proved)) is not None:
-            raise WeightsLostError(f"the engine has loaded {source}, but {problem}")
-        self._proved = now
+            return await self.engine.score(ids, start)
 
     async def load(self) -> EngineLoad | None:
         """The engine's, if it says it."""
-        return await self._engine.load() if isinstance(self._engine, ReportsLoad) else None
+        return await self.engine.load() if isinstance(self.engine, ReportsLoad) else None
 
     def replica_counts(self) -> tuple[int, int] | None:
         """The engine's, if it has replicas."""
-        return self._engine.replica_counts() if isinstance(self._engine, HasReplicas) else None
+        return self.engine.replica_counts() if isinstance(self.engine, HasReplicas) else None
 
     async def health(self) -> bool:
-        return await self._engine.health()
+        return await self.engine.health()
 
     async def close(self) -> None:
         self._closed = True
         self._wake_all()
-        await self._engine.close()
+        await self.engine.close()
+
+    def _inside(self) -> list[_Request]:
+        return [request for request in self._requests.values() if request.is_inside]
+
+    def _weights(self) -> int | None:
+        """A number that differs for other weights of an engine in this process; None of a server.
+
+        It is their version, unless the engine counts every change: whoever owns the model may change its
+        weights beside us, several times in one version.
+        """
+        return getattr(self.engine, "weight_changes", getattr(self.engine, "version", None))
 
     async def _send(self, request: _Request, images: list[object] | None) -> Completion:
         """Asks the engine for the next piece. Nothing else can happen between the wait and the engine."""
-        request.cut_by_update, request.weights = False, self._weights_inside()
-        self._inside.add(request)
-        self._empty.clear()
+        request.cut_by_update, request.weights = False, self._weights()
+        request.is_inside = True
+        self.inside += 1
+        partial = request.partial
         try:
-            piece = await self._engine.generate(
-                request.partial.prompt_ids,
-                request.partial.sampling,
-                request_id=request.request_id,
-                images=images,
+            piece = await self.engine.generate(
+                partial.prompt_ids, partial.sampling, request_id=request.request_id, images=images
             )
         finally:
-            self._inside.discard(request)
-            if not self._inside:
-                self._empty.set()
+            request.is_inside = False
+            self.inside -= 1
+            if not self.inside:
+                self._changed.set()
         if piece.finish_reason != "abort":
             self._progress_at = asyncio.get_running_loop().time()
         return piece
@@ -404,7 +387,7 @@ class ContinuingEngine:
         if self._on_update != "restart":
             partial.add(piece)
             # The same seed and weights must give the same tokens, whoever paused a server meanwhile.
-            has_new_weights = request.cut_by_update or self._weights_inside() != request.weights
+            has_new_weights = request.cut_by_update or self._weights() != request.weights
             must_repeat = partial.sampling.seed is not None and not has_new_weights
             if must_repeat or not partial.can_go_on:
                 partial.clear()
@@ -422,10 +405,10 @@ class ContinuingEngine:
         if cuts == 1:
             request.no_progress_since = asyncio.get_running_loop().time()
         elif cuts >= _NO_PROGRESS_MAX:
-            what = f"the engine ended request {request.request_id!r} {cuts} times without a token"
+            problem = f"the engine ended request {request.request_id!r} {cuts} times without a token"
             if self._progress_at > request.no_progress_since:
-                raise TransientEngineError(f"{what}, while others go on")
-            raise EngineUnavailableError(f"{what}, and no other one has got any: is it paused?")
+                raise TransientEngineError(f"{problem}, while others go on")
+            raise EngineUnavailableError(f"{problem}, and no other one has got any: is it paused?")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(backoff.pause()):
                 await self._wait(request, until=lambda: False)
@@ -439,36 +422,43 @@ class ContinuingEngine:
     async def _drain(self) -> None:
         """Aborts what is in the engine and returns when it has left it."""
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + _DRAIN_S
-        while self._inside:
-            if loop.time() > give_up_at:
+        give_up_at, again_at = loop.time() + _DRAIN_S, loop.time()
+        while self.inside:
+            if loop.time() >= give_up_at:
                 raise EngineError(
-                    f"{len(self._inside)} requests did not end within {_DRAIN_S:g} s of their abort; "
+                    f"{self.inside} requests did not end within {_DRAIN_S:g} s of their abort; "
                     "the old weights stay"
                 )
-            inside = list(self._inside)
-            for request in inside:
-                request.cut_by_update = True
+            self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(give_up_at):
-                    await asyncio.gather(*(self._engine.abort(request.request_id) for request in inside))
-                    async with asyncio.timeout(_ABORT_AGAIN_S):
-                        await self._empty.wait()
+                    if loop.time() >= again_at:
+                        inside = self._inside()
+                        for request in inside:
+                            request.cut_by_update = True
+                        await asyncio.gather(*(self.engine.abort(request.request_id) for request in inside))
+                        again_at = loop.time() + _ABORT_AGAIN_S
+                    async with asyncio.timeout_at(again_at):
+                        await self._changed.wait()
         if self._closed:
             raise EngineUnavailableError("the engine was closed while it was updated")
 
+    async def _prove(self, source: str) -> None:
+        """Compares the engine with what the trainer says of its weights. A pool has done so for each replica.
+
+        Raises:
+            WeightsLostError: it has loaded something else.
+        """
+        engine, trainer = self.engine, await asyncio.to_thread(read_probe, source)
+        if trainer is None or isinstance(engine, HasReplicas):
+            return
+        if engine.capabilities.scores and isinstance(engine, ScoresIds):
+            now = Scores(await engine.score(list(PROBE_IDS)), trainer)
+            if (problem := find_problem(now, self._proved)) is not None:
+                raise WeightsLostError(f"the engine has loaded {source}, but {problem}")
+            self._proved = now
+
     def _wake_all(self) -> None:
+        self._changed.set()
         for request in self._requests.values():
             request.wake.set()
-
-
-def _weights_reader(engine: Engine) -> Callable[[], int | None]:
-    """What says which weights an engine in this process has: whoever owns the model may change them beside us.
-
-    It gives a number that differs for other weights: their version, unless the engine counts every change (an
-    owner may change them several times in one version). None of a server.
-    """
-    for name in ("weight_changes", "version"):
-        if hasattr(engine, name):
-            return lambda: getattr(engine, name)
-    return lambda: None

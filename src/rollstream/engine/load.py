@@ -5,8 +5,8 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import orjson
 
@@ -21,9 +21,6 @@ ASK_TIMEOUT_S = 2.0
 
 _NUMBER = re.compile(rb"\d{1,15}(\.\d*)?(e[+-]?\d{1,2})?", re.IGNORECASE)
 """A count or a share, as such pages write them. Not NaN, and nothing below 0."""
-
-Get = Callable[[str], Awaitable[tuple[int, bytes]]]
-"""Asks a server for a path: status and body. Raises `ReplicaUnavailableError`."""
 
 VLLM_METRICS = {
     "vllm:num_requests_running": "running",
@@ -52,7 +49,7 @@ async def ask_load(engine: object) -> EngineLoad | None:
         async with asyncio.timeout(ASK_TIMEOUT_S):
             load = await engine.load()
     except Exception as error:  # anybody's engine: what it cannot say must not end a run
-        _LOG.debug("the engine does not say its load: %s: %s", type(error).__name__, error)
+        _LOG.debug("the engine does not say its load: %r", error)
         return None
     return load if isinstance(load, EngineLoad) and _is_sound(load) else None
 
@@ -73,8 +70,7 @@ def read_metrics(page: bytes, names: Mapping[str, str]) -> EngineLoad | None:
             continue
         # Searched, not parsed: a page has a thousand lines, and is asked for every other second.
         samples = re.findall(rb"^%s(?:\{.*\})?[ \t]+(\d\S*)" % re.escape(name.encode()), page, re.MULTILINE)
-        values = [float(sample) for sample in samples if _NUMBER.fullmatch(sample)]
-        if values:
+        if values := [float(sample) for sample in samples if _NUMBER.fullmatch(sample)]:
             found[meaning] = values
     if "running" not in found or "queued" not in found:
         return None
@@ -87,7 +83,7 @@ def read_metrics(page: bytes, names: Mapping[str, str]) -> EngineLoad | None:
 
 
 def read_sglang_loads(body: bytes) -> EngineLoad | None:
-    """What SGLang's `/v1/loads` says, or its predecessor `/get_load`; None for anything else.
+    """The load by SGLang's `/v1/loads`, or its predecessor `/get_load`; None for anything else.
 
     The former has `num_running_reqs`, the latter `num_reqs`, which counts those that wait as well. Both have
     an entry for each data-parallel rank.
@@ -95,74 +91,66 @@ def read_sglang_loads(body: bytes) -> EngineLoad | None:
     try:
         value = orjson.loads(body)
         entries = value["loads"] if isinstance(value, dict) else value
-        running = queued = 0
-        usage: list[float] = []
-        for entry in entries:
-            waiting = int(entry["num_waiting_reqs"])
-            queued += waiting
-            running += int(
-                entry["num_running_reqs"] if "num_running_reqs" in entry else entry["num_reqs"] - waiting
-            )
-            if "token_usage" in entry:
-                usage.append(float(entry["token_usage"]))
+        queued = sum(int(entry["num_waiting_reqs"]) for entry in entries)
+        running = sum(
+            int(entry["num_running_reqs"])
+            if "num_running_reqs" in entry
+            else int(entry["num_reqs"] - entry["num_waiting_reqs"])
+            for entry in entries
+        )
+        usage = [float(entry["token_usage"]) for entry in entries if "token_usage" in entry]
     except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
         return None
     load = EngineLoad(max(0, running), queued, max(usage, default=None))
     return load if entries and _is_sound(load) else None
 
 
-@dataclass(slots=True)
 class LoadRoutes:
-    """Where a server says how busy it is: the first route that does. One it does not have is asked once."""
+    """The routes of a server that may say how busy it is: the first that does. A missing one is asked once."""
 
-    routes: list[tuple[str, Callable[[bytes], EngineLoad | None]]]
+    def __init__(self, routes: Iterable[tuple[str, Callable[[bytes], EngineLoad | None]]]) -> None:
+        self._routes = dict(routes)
 
-    async def ask(self, get: Get) -> EngineLoad | None:
-        """Its load; None when it does not say, or is away."""
-        for route in list(self.routes):
-            path, read = route
+    async def ask(self, get: Callable[[str], Awaitable[tuple[int, bytes]]]) -> EngineLoad | None:
+        """Its load; None when it does not say, or is away: `get` raises `ReplicaUnavailableError` then."""
+        for path, read in list(self._routes.items()):
             try:
                 status, body = await get(path)
             except ReplicaUnavailableError:
                 return None
-            load = read(body) if status == 200 else None
-            if load is not None:
+            if status == 200 and (load := read(body)) is not None:
                 return load
-            if status in (404, 405) and route in self.routes:
-                self.routes.remove(route)
+            if status in (404, 405):
+                self._routes.pop(path, None)
         return None
 
 
-@dataclass(slots=True)
 class LoadSum:
     """Adds up the loads of replicas that come, go and start anew, so that preemptions only ever rise."""
 
-    _seen: dict[str, int] = field(default_factory=dict)
-    _preemptions: int = 0
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}
+        self._preemptions = 0
 
     def add(self, loads: Iterable[tuple[str, EngineLoad | None]]) -> EngineLoad | None:
         """The load of those that say theirs; None when nobody does.
 
         The cache's usage is the mean: new requests go where there is room.
         """
-        said = [(name, load) for name, load in loads if load is not None]
-        if not said:
+        known = {name: load for name, load in loads if load is not None}
+        if not known:
             return None
-        counts = False
-        for name, load in said:
-            if load.preemptions is not None:
-                counts = True
-                # Of a replica seen for the first time, what was before does not count; one that was
-                # restarted counts from 0.
-                before = self._seen.get(name, load.preemptions)
-                self._preemptions += (
-                    load.preemptions - before if load.preemptions >= before else load.preemptions
-                )
-                self._seen[name] = load.preemptions
-        usage = [load.kv_usage for _, load in said if load.kv_usage is not None]
+        counts = {name: load.preemptions for name, load in known.items() if load.preemptions is not None}
+        for name, count in counts.items():
+            # Of a replica seen for the first time, what was before does not count; one that was restarted
+            # counts from 0.
+            before = self._seen.get(name, count)
+            self._preemptions += count - before if count >= before else count
+        self._seen |= counts
+        usage = [load.kv_usage for load in known.values() if load.kv_usage is not None]
         return EngineLoad(
-            running=sum(load.running for _, load in said),
-            queued=sum(load.queued for _, load in said),
+            running=sum(load.running for load in known.values()),
+            queued=sum(load.queued for load in known.values()),
             kv_usage=sum(usage) / len(usage) if usage else None,
             preemptions=self._preemptions if counts else None,
         )
@@ -170,7 +158,7 @@ class LoadSum:
 
 @dataclass(slots=True)
 class Counts:
-    """What is counted of an engine's requests, and of the rollouts that make them. Numbers only ever rise."""
+    """Counts an engine's requests, and the rollouts that make them. Numbers only ever rise."""
 
     finished: int = 0
     """Requests that the engine answered."""
@@ -199,14 +187,8 @@ class Counts:
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
-class Answered(Protocol):
-    """What an engine gave, as far as it is counted."""
-
-    @property
-    def token_ids(self) -> list[int]: ...
-
-
-_Answered = TypeVar("_Answered", bound=Answered)
+_Answer = TypeVar("_Answer", bound=Any)
+"""Has `token_ids`: a `Completion`, or verl's output."""
 
 
 class RequestMeter:
@@ -224,11 +206,11 @@ class RequestMeter:
         self._count(0)
         return self._counts
 
-    async def counted(self, request: Awaitable[_Answered]) -> _Answered:
+    async def counted(self, request: Awaitable[_Answer]) -> _Answer:
         """Awaits a request, and counts it."""
         started = self._count(1)
         try:
-            completion = await request
+            answer = await request
         except EngineOverloadedError:
             self._counts.overloads += 1
             raise
@@ -238,9 +220,9 @@ class RequestMeter:
         finally:
             ended = self._count(-1)
         self._counts.finished += 1
-        self._counts.tokens += len(completion.token_ids)
+        self._counts.tokens += len(answer.token_ids)
         self._counts.seconds += ended - started
-        return completion
+        return answer
 
     def _count(self, change: int) -> float:
         now = time.monotonic()

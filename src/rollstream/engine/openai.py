@@ -31,7 +31,7 @@ from yarl import URL
 
 from rollstream.aio import Backoff, SharedCheck
 from rollstream.engine.base import Capabilities, ChatPrompt
-from rollstream.engine.checks import no_longer_than, read_engine_kwargs
+from rollstream.engine.checks import read_engine_kwargs
 from rollstream.engine.http_server import (
     AWAY_STATUSES,
     CONNECTION_KWARGS,
@@ -153,10 +153,9 @@ class OpenAIEngine(PoolEngine):
         self._key_name: str = kwargs["api_key_env"]
         super().__init__(
             [OpenAIReplica(url, model=model_path, kwargs=kwargs) for url in server_urls],
-            own=no_longer_than(max_model_len),
+            max_model_len=max_model_len,
             what="chat",
-            hint="check actor_rollout_ref.rollout.server_urls, and that the endpoints can be reached",
-            kwargs={"probe_after": kwargs["probe_after"]},
+            probe_after=kwargs["probe_after"],
         )
 
     async def start(self) -> None:
@@ -176,8 +175,6 @@ class OpenAIReplica:
         model: as the endpoint calls it; a folder is looked for by its name.
         kwargs: see `ENGINE_KWARGS`.
     """
-
-    resumes_aborted = False
 
     def __init__(self, url: str, *, model: str, kwargs: dict[str, Any]) -> None:
         self.name = endpoint_url(url)

@@ -17,23 +17,17 @@ import logging
 import random
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from rollstream.aio import any_true
 from rollstream.engine.base import Capabilities, ChatPrompt, EngineLoad, ReportsLoad, ScoresIds
-from rollstream.engine.checks import check_request, ids_fit
+from rollstream.engine.checks import check_request, ids_fit, least
 from rollstream.engine.load import LoadSum
 from rollstream.engine.readiness import Member, Readiness
 from rollstream.engine.replica import INITIAL_WEIGHTS, Replica, ReplicaRequest, ReplicaUnavailableError
-from rollstream.errors import (
-    ConfigError,
-    EngineError,
-    EngineUnavailableError,
-    RollstreamError,
-    TransientEngineError,
-)
+from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.trajectory import Completion, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -44,8 +38,8 @@ POOL_KWARGS: dict[str, Any] = {
 """Keys of `engine_kwargs` for every pool, with their defaults."""
 
 _ABORT_TIMEOUT_S = 10.0
-"""For a replica to end a request that was aborted: a step of the model, or a round trip. Then what the replica
-has of it is given up: an update empties the engine first, and must not wait for a server."""
+"""For a replica to end a request that was aborted: a step of the model, or a round trip. Then its tokens are
+given up: an update empties the engine first, and must not wait for a server."""
 
 _TRY_WAIT_S = 2.0
 """For a replica to become ready when none is: asking a server what it is takes milliseconds, loading weights
@@ -70,19 +64,18 @@ _MEMORY = 0.9
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """The request of a caller, over all the replicas that have a part in it."""
+    """A caller's request, over all the replicas that have a part in it."""
 
     sent: ReplicaRequest
     """As the replica has it that works on it."""
     member: Member | None = None
     """Works on it; None between two replicas."""
     timeout: asyncio.Timeout | None = None
-    """Ends the wait for that one."""
-    failures: dict[str, RollstreamError] = field(default_factory=dict)
+    """Ends the wait for that one, as if its connection was lost."""
+    failures: dict[str, EngineError] = field(default_factory=dict)
     """Replicas that failed at it or went away under it."""
 
     def end_wait(self, after: float = 0.0) -> None:
-        """Ends the wait for the replica in so many seconds, as if its connection was lost."""
         at = asyncio.get_running_loop().time() + after
         if self.timeout is not None and ((when := self.timeout.when()) is None or at < when):
             self.timeout.reschedule(at)
@@ -104,20 +97,19 @@ class Router:
         """One of the candidates, of which there is at least one. Counts nothing."""
         if len(candidates) == 1:
             return candidates[0]
-        paces = [one.pace for one in candidates if one.pace]
+        paces = [member.pace for member in candidates if member.pace]
         usual = sum(paces) / len(paces) if paces else 1.0
-        waits = [(one.in_flight + 1) * (one.pace or usual) for one in candidates]
+        waits = [(member.in_flight + 1) * (member.pace or usual) for member in candidates]
         least = min(waits)
-        home = self._sessions.get(session)
-        chosen = None
-        for one, wait in zip(candidates, waits, strict=True):
-            if one.name == home:
+        home, chosen = self._sessions.get(session), None
+        for member, wait in zip(candidates, waits, strict=True):
+            if member.name == home:
                 fewest = min(other.in_flight for other in candidates)
-                if one.in_flight < fewest + _STICKY_MARGIN or wait <= _STICKY_FACTOR * least:
-                    chosen = one
+                if member.in_flight < fewest + _STICKY_MARGIN or wait <= _STICKY_FACTOR * least:
+                    chosen = member
         if chosen is None:
-            near = [one for one, wait in zip(candidates, waits, strict=True) if wait <= least * (1 + 1e-9)]
-            chosen = self._rng.choice(near)
+            near = zip(candidates, waits, strict=True)
+            chosen = self._rng.choice([member for member, wait in near if wait <= least * (1 + 1e-9)])
         self._sessions[session] = chosen.name
         self._sessions.move_to_end(session)
         if len(self._sessions) > self._remembered:
@@ -132,28 +124,24 @@ class PoolEngine:
 
     Args:
         replicas: those that are there from the start.
-        own: the user's limits, laid over what the replicas say of themselves.
+        max_model_len: the longest sequence, where that is less than what the replicas say of themselves.
         what: the engine's name, for messages.
-        hint: what to check when nobody answers at start.
-        kwargs: see `POOL_KWARGS`; None takes the defaults.
+        probe_after: see `POOL_KWARGS`.
     """
 
     def __init__(
         self,
         replicas: Sequence[Replica],
         *,
-        own: Callable[[Capabilities], Capabilities] = lambda capabilities: capabilities,
+        max_model_len: int | None = None,
         what: str = "engine",
-        hint: str = "check actor_rollout_ref.rollout.server_urls, and that the servers are running",
-        kwargs: dict[str, Any] | None = None,
+        probe_after: float = POOL_KWARGS["probe_after"],
     ) -> None:
         self._router = Router()
         self._readiness = Readiness(replicas, self._check_capabilities, self._score_on)
-        self._own = own
+        self._max_model_len = max_model_len
         self._what = what
-        self._hint = hint
-        settings = POOL_KWARGS | (kwargs or {})
-        self._probe_after: float = settings["probe_after"]
+        self._probe_after = probe_after
         self._capabilities: Capabilities | None = None
         # A rid of our own on the wire: one that was cancelled may still be known to the server when the same
         # request comes again, and two runs may share a server.
@@ -161,7 +149,7 @@ class PoolEngine:
         self._counter = itertools.count()
         self._requests: dict[str, _Request] = {}
         self._loads = LoadSum()
-        self._watching: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
         self._aborts: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -207,7 +195,7 @@ class PoolEngine:
             await self.close()
             raise
         if self._probe_after:
-            self._watching.append(asyncio.create_task(self._watch()))
+            self._watching = asyncio.create_task(self._watch())
 
     async def add_replica(self, replica: Replica) -> None:
         """Takes in a replica, before the start or while requests go on; it loads the current weights first.
@@ -245,25 +233,24 @@ class PoolEngine:
         check_request(prompt_ids, sampling, self.capabilities, images=images, is_chat=chat is not None)
         sent = ReplicaRequest(prompt_ids, sampling, request_id, "", list(images or ()), chat=chat)
         request = self._requests[request_id] = _Request(sent)
-        has_waited = False
+        readiness, failures, has_waited = self._readiness, request.failures, False
         try:
             while not request.sent.aborted:
                 if self._closed:
                     raise EngineUnavailableError("the engine is closed")
-                if not self._readiness.is_settled:
-                    await self._readiness.settled()
+                if not readiness.is_settled:
+                    await readiness.settled()
                     continue
-                failures = request.failures
-                candidates = [one for one in self._readiness.ready.values() if one.name not in failures]
+                candidates = [member for member in readiness.ready.values() if member.name not in failures]
                 if candidates:
                     completion = await self._attempt(request, self._router.pick(candidates, request_id))
                     if completion is not None:
                         return completion
-                elif has_waited or not self._readiness.causes().keys() - failures.keys():
-                    raise self._refusal(request)
+                elif has_waited or not readiness.causes().keys() - failures.keys():
+                    raise self._refusal(failures)
                 else:
                     has_waited = True
-                    await self._readiness.try_now(_TRY_WAIT_S)
+                    await readiness.try_now(_TRY_WAIT_S)
         finally:
             self._requests.pop(request_id, None)
         # Aborted, and its replica is gone: what that had is lost, and it is not worth another one.
@@ -272,8 +259,8 @@ class PoolEngine:
     async def abort(self, request_id: str) -> None:
         if (request := self._requests.get(request_id)) is not None:
             request.sent.aborted = True
+            request.end_wait(after=_ABORT_TIMEOUT_S)
             if request.member is not None:
-                request.end_wait(after=_ABORT_TIMEOUT_S)
                 await request.member.replica.abort(request.sent.rid)
 
     async def score(self, ids: list[int], start: int = 1) -> list[float]:
@@ -300,12 +287,12 @@ class PoolEngine:
         """Whether at least one replica is ready and healthy; when none is ready, tries to change that."""
         if self._closed or not (self._readiness.ready or await self._readiness.try_now(_TRY_WAIT_S)):
             return False
-        return await any_true(one.replica.health() for one in self._readiness.ready.values())
+        return await any_true(member.replica.health() for member in self._readiness.ready.values())
 
     async def load(self) -> EngineLoad | None:
         """The sum over the replicas that say theirs; None when nobody does."""
-        replicas = [member.replica for member in self._readiness.members.values()]
-        asked = {one.name: one for one in replicas if isinstance(one, ReportsLoad)}
+        replicas = {name: member.replica for name, member in self._readiness.members.items()}
+        asked = {name: replica for name, replica in replicas.items() if isinstance(replica, ReportsLoad)}
         loads = await asyncio.gather(*(replica.load() for replica in asked.values()))
         return self._loads.add(zip(asked, loads, strict=True))
 
@@ -313,18 +300,17 @@ class PoolEngine:
         if self._closed:
             return
         self._closed = True
-        for task in self._watching:
-            task.cancel()
-        results = await asyncio.gather(*self._watching, return_exceptions=True)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait((self._watching,))
         try:
             await self._readiness.close()
         finally:
             if self._aborts:
                 await asyncio.wait(self._aborts, timeout=_ABORT_TIMEOUT_S)
-            await asyncio.gather(*(one.replica.close() for one in self._readiness.members.values()))
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+            await asyncio.gather(*(member.replica.close() for member in self._readiness.members.values()))
+        if self._watching is not None and not self._watching.cancelled():
+            self._watching.result()  # a bug in it is raised
 
     async def _attempt(self, request: _Request, member: Member) -> Completion | None:
         """A replica's answer; None, with the cause in `request.failures`, when others may do better.
@@ -333,9 +319,8 @@ class PoolEngine:
             EngineError: the request is at fault.
         """
         name, now = member.name, asyncio.get_running_loop().time
-        request.sent = sent = replace(
-            request.sent, rid=f"{request.sent.request_id}.{self._nonce}{next(self._counter)}"
-        )
+        rid = f"{request.sent.request_id}.{self._nonce}{next(self._counter)}"
+        request.sent = sent = replace(request.sent, rid=rid)
         request.member, began = member, now()
         if not member.in_flight:
             member.alive_at = began
@@ -346,15 +331,18 @@ class PoolEngine:
             self._answered(member, len(completion.token_ids), now() - began)
             return completion
         except TimeoutError:
-            what = "end what was aborted" if sent.aborted else "answer, and it is not healthy"
-            error: EngineError = ReplicaUnavailableError(f"{name} does not {what}")
+            problem = "end what was aborted" if sent.aborted else "answer, and it is not healthy"
+            error: EngineError = ReplicaUnavailableError(f"{name} does not {problem}")
         except (ReplicaUnavailableError, TransientEngineError) as caught:
             error = caught
         except EngineError:
             self._answered(member, 0, 0.0)
             raise
         except asyncio.CancelledError:
-            self._abort_soon(member, sent)  # cancellation itself is not delayed
+            # Cancellation itself is not delayed; `close` waits for the abort.
+            abort = asyncio.create_task(member.replica.abort(sent.rid))
+            self._aborts.add(abort)
+            abort.add_done_callback(self._aborts.discard)
             raise
         finally:
             request.member = None
@@ -365,24 +353,19 @@ class PoolEngine:
         if isinstance(error, ReplicaUnavailableError):
             self._readiness.lost(member, str(error))
         elif member.failures >= _FAILURES_MAX and len(self._readiness.ready) > 1:
-            cause = f"{name} failed {member.failures} requests in a row, the last with: {error}"
-            self._readiness.lost(member, cause)
+            self._readiness.lost(member, f"{name} failed {member.failures} requests in a row: {error}")
         return None
 
     async def _generate(self, replica: Replica, sent: ReplicaRequest) -> Completion:
-        """A replica's answer, which must be by the wanted weights.
-
-        Raises:
-            ReplicaUnavailableError: also when it is by others.
-        """
-        asked = self._readiness.wanted
+        """A replica's answer. Raises `ReplicaUnavailableError` also when it is not by the wanted weights."""
+        wanted = self._readiness.wanted
         completion = await replica.generate(sent)
-        if asked != INITIAL_WEIGHTS and completion.token_ids:
+        if wanted != INITIAL_WEIGHTS and completion.token_ids:
             version = completion.policy_versions[-1][1]
-            if version not in (asked.version, self._readiness.wanted.version):
+            if version not in (wanted.version, self._readiness.wanted.version):
                 raise ReplicaUnavailableError(
                     f"{replica.name} answers with weights of version {version}, but had loaded version "
-                    f"{asked.version}: it was started anew, or somebody else updates it"
+                    f"{wanted.version}: it was started anew, or somebody else updates it"
                 )
         return completion
 
@@ -396,18 +379,12 @@ class PoolEngine:
             member.has_served = True
             member.backoff.reset()
 
-    def _abort_soon(self, member: Member, sent: ReplicaRequest) -> None:
-        """Ends a request at a replica, without waiting for that; `close` waits."""
-        task = asyncio.create_task(member.replica.abort(sent.rid))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
-
-    def _refusal(self, request: _Request) -> RollstreamError:
-        """What to say when no replica is left for a request."""
-        for error in request.failures.values():
+    def _refusal(self, failures: Mapping[str, EngineError]) -> EngineError:
+        """The error when no replica is left for a request, with what each of them failed at."""
+        for error in failures.values():
             if not isinstance(error, ReplicaUnavailableError):
                 return error  # one that is there failed at it: trying again may help, and is charged
-        causes = self._readiness.causes() | {name: str(error) for name, error in request.failures.items()}
+        causes = self._readiness.causes() | {name: str(error) for name, error in failures.items()}
         return EngineUnavailableError(
             f"no {self._what} server answers ({'; '.join(causes.values()) or 'there is none'})"
         )
@@ -415,25 +392,24 @@ class PoolEngine:
     async def _ask_all(self) -> None:
         """Asks all replicas what they are; the common capabilities are the pool's."""
         members = [*self._readiness.members.values()]
-        answers = await asyncio.gather(*(one.replica.describe() for one in members), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(member.replica.describe() for member in members), return_exceptions=True
+        )
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, ReplicaUnavailableError):
                 raise answer
-        found = [answer for answer in answers if isinstance(answer, Capabilities)]
-        causes = ["" if isinstance(answer, Capabilities) else str(answer) for answer in answers]
-        if not found:
-            raise EngineUnavailableError(
-                f"no {self._what} server answers ({'; '.join(causes)}): {self._hint}"
-            )
-        self._capabilities = self._own(common_capabilities(found))
-        for member, cause in zip(members, causes, strict=True):
+        common = common_capabilities([answer for answer in answers if isinstance(answer, Capabilities)])
+        if common is None:
+            raise EngineUnavailableError(f"no {self._what} server answers ({'; '.join(map(str, answers))})")
+        self._capabilities = replace(common, max_model_len=least(common.max_model_len, self._max_model_len))
+        for member, answer in zip(members, answers, strict=True):
+            cause = "" if isinstance(answer, Capabilities) else str(answer)
             if cause:
                 logger.warning("%s server does not answer, going on without it: %s", self._what, cause)
             self._readiness.begin(member, cause)
 
     async def _check_capabilities(self, replica: Replica) -> None:
-        found = await replica.describe()
-        if missing := missing_capabilities(found, self.capabilities):
+        if missing := missing_capabilities(await replica.describe(), self.capabilities):
             raise EngineError(f"{replica.name} is not what the run began with: it has {missing}")
 
     async def _score_on(self, replica: Replica, ids: list[int], start: int) -> list[float] | None:
@@ -449,9 +425,8 @@ class PoolEngine:
         while True:
             await asyncio.sleep(self._probe_after / 4)
             before = asyncio.get_running_loop().time() - self._probe_after
-            silent = [
-                one for one in self._readiness.ready.values() if one.in_flight and one.alive_at < before
-            ]
+            ready = self._readiness.ready.values()
+            silent = [member for member in ready if member.in_flight and member.alive_at < before]
             await asyncio.gather(*map(self._probe, silent))
 
     async def _probe(self, member: Member) -> None:
@@ -468,35 +443,30 @@ class PoolEngine:
             request.end_wait()
 
 
-def common_capabilities(found: Sequence[Capabilities]) -> Capabilities:
-    """What all of several replicas can give."""
-    kinds = {one.logprobs for one in found}
-    return Capabilities(
-        token_ids=all(one.token_ids for one in found),
-        # Log-probs of two kinds in one dataset would be worse than none.
-        logprobs=kinds.pop() if len(kinds) == 1 else "none",
-        seeds=all(one.seeds for one in found),
-        stop_strings=all(one.stop_strings for one in found),
-        stop_token_ids=all(one.stop_token_ids for one in found),
-        images=all(one.images for one in found),
-        update_weights=all(one.update_weights for one in found),
-        max_model_len=min(
-            (one.max_model_len for one in found if one.max_model_len is not None), default=None
-        ),
-        vocab_size=min((one.vocab_size for one in found if one.vocab_size is not None), default=None),
-        stop_token_ids_with_ignore_eos=all(one.stop_token_ids_with_ignore_eos for one in found),
-        scores=all(one.scores for one in found),
-        extra_sampling=tuple(sorted(set.intersection(*({*one.extra_sampling} for one in found)))),
-    )
+def common_capabilities(replicas: Sequence[Capabilities]) -> Capabilities | None:
+    """The capabilities that all replicas have; None without replicas."""
+    if not replicas:
+        return None
+    values: dict[str, Any] = {
+        each.name: all(getattr(replica, each.name) for replica in replicas) for each in fields(Capabilities)
+    }
+    for name in ("max_model_len", "vocab_size"):
+        sizes = [getattr(replica, name) for replica in replicas]
+        values[name] = min((size for size in sizes if size is not None), default=None)
+    kinds = {replica.logprobs for replica in replicas}
+    # Log-probs of two kinds in one dataset would be worse than none.
+    values["logprobs"] = kinds.pop() if len(kinds) == 1 else "none"
+    extra = set.intersection(*({*replica.extra_sampling} for replica in replicas))
+    return Capabilities(**{**values, "extra_sampling": tuple(sorted(extra))})
 
 
-def missing_capabilities(found: Capabilities, expected: Capabilities) -> str:
-    """What a run that began with `expected` would miss in another server; empty if nothing."""
-    common = common_capabilities([found, replace(expected, extra_sampling=())])
+def missing_capabilities(server: Capabilities, expected: Capabilities) -> str:
+    """Capabilities that a run which began with `expected` would miss in another server; empty if none."""
+    common = common_capabilities([server, replace(expected, extra_sampling=())])
     lost = [
-        f"{one.name} {getattr(found, one.name)} (not {getattr(expected, one.name)})"
-        for one in fields(Capabilities)
-        if one.name != "extra_sampling" and getattr(common, one.name) != getattr(expected, one.name)
+        f"{each.name} {getattr(server, each.name)} (not {getattr(expected, each.name)})"
+        for each in fields(Capabilities)
+        if each.name != "extra_sampling" and getattr(common, each.name) != getattr(expected, each.name)
     ]
-    lost += [f"no {name}" for name in expected.extra_sampling if name not in found.extra_sampling]
+    lost += [f"no {name}" for name in expected.extra_sampling if name not in server.extra_sampling]
     return ", ".join(lost)

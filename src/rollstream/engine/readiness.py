@@ -39,6 +39,8 @@ _CLOSE_WAIT_S = 30.0
 """For loads that are under way when the engine is closed: one that is cut off may leave a server without any
 weights. Most servers need less, and whoever closes the engine waits."""
 
+_PASSING = (EngineUnavailableError, TransientEngineError)
+
 
 @dataclass(slots=True, eq=False)
 class Member:
@@ -49,7 +51,7 @@ class Member:
     cause: str = ""
     """Why it is not ready."""
     weights: Weights | None = INITIAL_WEIGHTS
-    """What it holds; None when nobody knows."""
+    """None when nobody knows which it holds."""
     is_loading: bool = False
     """It loads weights to become ready."""
     scores: Scores | None = None
@@ -100,13 +102,13 @@ class Readiness:
         score: Callable[[Replica, list[int], int], Awaitable[list[float] | None]],
     ) -> None:
         self.members = {replica.name: Member(replica) for replica in replicas}
+        self.ready: dict[str, Member] = {}
+        """Replicas that may get requests, by name."""
+        self.wanted = INITIAL_WEIGHTS
+        """The weights that every ready replica holds."""
         self._check = check
         self._score = score
         self._said_unchanged = False
-        self.wanted = INITIAL_WEIGHTS
-        """The weights that every ready replica holds."""
-        self.ready: dict[str, Member] = {}
-        """Replicas that may get requests, by name."""
         self._one_update = asyncio.Lock()
         self._settled = asyncio.Event()
         self._settled.set()
@@ -128,13 +130,11 @@ class Readiness:
         member.cause = cause
         if not self._closed:
             member.wake.clear()
-            name = f"make-ready-{member.name}"
-            member.task = asyncio.get_running_loop().create_task(self._until_ready(member), name=name)
+            member.task = asyncio.get_running_loop().create_task(self._until_ready(member))
 
     async def remove(self, name: str) -> None:
         """Leaves a replica out. An unknown name is fine."""
-        member = self.members.pop(name, None)
-        if member is not None:
+        if (member := self.members.pop(name, None)) is not None:
             self._set_not_ready(member)
             if member.task is not None:
                 member.task.cancel()
@@ -150,7 +150,7 @@ class Readiness:
 
     def causes(self) -> dict[str, str]:
         """Why replicas are not ready, by name."""
-        return {name: one.cause for name, one in self.members.items() if not one.is_ready}
+        return {name: member.cause for name, member in self.members.items() if not member.is_ready}
 
     def is_loading(self, name: str) -> bool:
         """Whether a replica loads weights: it may be deaf, paused and not healthy meanwhile."""
@@ -209,16 +209,14 @@ class Readiness:
     async def close(self) -> None:
         """Ends all tasks; loads that are under way have a while to come to their end."""
         self._closed = True
-        tasks = []
-        for member in self.members.values():
-            if member.task is not None:
-                tasks.append(member.task)
-                if not member.is_loading:
-                    member.task.cancel()
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=_CLOSE_WAIT_S)
+        working = {member.task: member for member in self.members.values() if member.task is not None}
+        for task, member in working.items():
+            if not member.is_loading:
+                task.cancel()
+        if working:
+            _, late = await asyncio.wait(working, timeout=_CLOSE_WAIT_S)
             for task in late:
-                _LOG.warning("%s: still loads weights, and is left alone", task.get_name())
+                _LOG.warning("%s still loads weights, and is left alone", working[task].name)
                 task.cancel()
 
     def _set_ready(self, member: Member) -> None:
@@ -237,24 +235,19 @@ class Readiness:
                     async with asyncio.timeout(member.backoff.pause()):
                         await member.wake.wait()
                 member.wake.clear()
-            if await self._try(member):
-                self._set_ready(member)
+            try:
+                if await self._make_ready(member):
+                    self._set_ready(member)
+            except RollstreamError as error:
+                if str(error) != member.cause:
+                    member.cause = str(error)
+                    level = logging.INFO if isinstance(error, _PASSING) else logging.ERROR
+                    _LOG.log(level, "%s gets no work: %s", member.name, error)
+            except Exception as error:  # a bug must not take a replica out for good without a word
+                member.cause = f"{member.name}: {error!r}"
+                _LOG.exception("%s cannot be made ready", member.name)
             member.tried.set()
             is_pause_due = True
-
-    async def _try(self, member: Member) -> bool:
-        name = member.name
-        try:
-            return await self._make_ready(member)
-        except RollstreamError as error:
-            if str(error) != member.cause:
-                member.cause = str(error)
-                is_passing = isinstance(error, EngineUnavailableError | TransientEngineError)
-                _LOG.log(logging.INFO if is_passing else logging.ERROR, "%s gets no work: %s", name, error)
-        except Exception as error:  # a bug must not take a replica out for good without a word
-            member.cause = f"{name}: {error!r}"
-            _LOG.exception("%s cannot be made ready", name)
-        return False
 
     async def _make_ready(self, member: Member) -> bool:
         """One try: whether a replica is what the run needs, has the wanted weights and is healthy.
@@ -283,9 +276,7 @@ class Readiness:
         member.is_loading = True
         try:
             await self._load_and_probe(member, weights)
-            same = [other for other in self.ready.values() if other.weights == weights]
-            if (problem := self._disagreement(member, same)) is not None:
-                raise problem
+            self._compare(member, [other for other in self.ready.values() if other.weights == weights])
         except EngineError as error:
             raise ReplicaUnavailableError(
                 f"{name} has no weights of version {weights.version}: {error}"
@@ -304,40 +295,37 @@ class Readiness:
         answers = await asyncio.gather(
             *(self._load_and_probe(member, weights) for member in asked), return_exceptions=True
         )
-        same = [member for member, answer in zip(asked, answers, strict=True) if answer is None]
-        answers = [
-            self._disagreement(member, same) if answer is None else answer
-            for member, answer in zip(asked, answers, strict=True)
-        ]
-        causes = {name: f"{name}: it is not healthy, or loads older weights" for name in self.members}
-        is_any_there = has_loaded = False
+        loaded = [member for member, answer in zip(asked, answers, strict=True) if answer is None]
+        errors: dict[str, BaseException] = {}
         for member, answer in zip(asked, answers, strict=True):
-            causes[member.name] = "" if answer is None else f"{member.name}: {answer}"
-            if not healthy and isinstance(answer, ReplicaUnavailableError):
-                continue  # it was away before
-            is_any_there = True
-            if answer is None:
-                has_loaded = True
+            try:
+                if answer is not None:
+                    raise answer
+                self._compare(member, loaded)
                 member.weights = self.wanted = weights
-            elif not _keeps_weights(answer):
-                member.weights = None
+            except WeightsLostError as error:
+                errors[member.name], member.weights = error, None
+            except _PASSING as error:
+                errors[member.name] = error
+                if healthy or not isinstance(error, ReplicaUnavailableError):  # else it was away before
+                    member.weights = None
+            except EngineError as error:  # it refused, and has its old weights still
+                errors[member.name] = error
         for member in [*self.members.values()]:
             if member.weights != self.wanted:
                 self.lost(member, f"{member.name} has no weights of version {self.wanted.version}")
-        for answer in answers:
-            if answer is not None and not isinstance(answer, RollstreamError):
-                raise answer
-        said = "; ".join(filter(None, causes.values()))
-        if not is_any_there:
-            raise EngineUnavailableError(f"no server is there to load weights ({said})")
-        if not has_loaded:
-            raise EngineError(f"none of {len(asked)} replicas could load {weights.source} ({said})")
-        if said:
-            _LOG.warning(
-                "these replicas get no work before they have the weights of version %d: %s",
-                weights.version,
-                said,
-            )
+        causes = [f"{name}: {error}" for name, error in errors.items()]
+        causes += [
+            f"{name}: it is not healthy, or loads older weights"
+            for name in self.members.keys() - {member.name for member in asked}
+        ]
+        text = "; ".join(causes)
+        if len(errors) == len(asked):
+            if not healthy and all(isinstance(error, ReplicaUnavailableError) for error in errors.values()):
+                raise EngineUnavailableError(f"no server is there to load weights ({text})")
+            raise EngineError(f"none of {len(asked)} replicas could load {weights.source} ({text})")
+        if causes:
+            _LOG.warning("without the weights of version %d replicas get no work: %s", weights.version, text)
 
     async def _load_and_probe(self, member: Member, weights: Weights) -> None:
         """Raises what `Replica.update_weights` does; `WeightsLostError` where it has other weights afterwards."""
@@ -354,7 +342,7 @@ class Readiness:
         try:
             scores = await self._score(member.replica, list(PROBE_IDS), 1)
         except EngineError as error:
-            if source is None or not isinstance(error, EngineUnavailableError | TransientEngineError):
+            if source is None or not isinstance(error, _PASSING):
                 _LOG.info("%s gives no log-probs of given ids: %s", member.name, error)
                 return  # an older server, say: whether weights arrive there is not seen
             raise WeightsLostError(
@@ -373,19 +361,13 @@ class Readiness:
         if is_unchanged and now.trainer is None and not self._said_unchanged:
             self._said_unchanged = True
             _LOG.warning(
-                "%s has loaded %s, and its log-probs are what they were: are these the same weights as before?",
-                *(member.name, source),
+                "%s has loaded %s, and its log-probs did not change: the same weights as before?",
+                member.name,
+                source,
             )
 
-    def _disagreement(self, member: Member, others: Iterable[Member]) -> WeightsLostError | None:
-        """The error of a replica whose log-probs are not those of most others with the same weights."""
+    def _compare(self, member: Member, others: Iterable[Member]) -> None:
+        """Raises `WeightsLostError` where log-probs are not those of most others with the same weights."""
         known = [other.scores.engine for other in {member, *others} if other.scores is not None]
-        if member.scores is None or not differ(member.scores.engine, known):
-            return None
-        return WeightsLostError(f"{member.name} has other log-probs than the replicas with the same weights")
-
-
-def _keeps_weights(error: BaseException) -> bool:
-    """Whether a replica that raised this in an update has its old weights still."""
-    may_be_halfway = EngineUnavailableError | TransientEngineError | WeightsLostError
-    return isinstance(error, EngineError) and not isinstance(error, may_be_halfway)
+        if member.scores is not None and differ(member.scores.engine, known):
+            raise WeightsLostError(f"{member.name} has other log-probs than replicas with the same weights")

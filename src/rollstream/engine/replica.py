@@ -59,11 +59,6 @@ class Replica(Protocol):
         """Its URL, for messages and as its key."""
         ...
 
-    @property
-    def resumes_aborted(self) -> bool:
-        """Whether a request that is aborted comes back with the tokens it has."""
-        ...
-
     async def describe(self) -> Capabilities:
         """Asks the server what it is.
 

@@ -9,7 +9,7 @@ import orjson
 
 from rollstream.aio import SharedCheck
 from rollstream.engine.base import EngineLoad
-from rollstream.engine.checks import ModelLimits, ids_fit, no_longer_than, read_model_limits
+from rollstream.engine.checks import ModelLimits, ids_fit, least, read_model_limits
 from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.load import ASK_TIMEOUT_S, LoadRoutes
@@ -134,10 +134,9 @@ class ServerEngine(PoolEngine):
         assert kind.make_replica is not None
         super().__init__(
             [kind.make_replica(url, options) for url in server_urls],
-            own=no_longer_than(max_model_len, limits.max_model_len),
+            max_model_len=least(max_model_len, limits.max_model_len),
             what=self.title,
-            hint=f"check that {where} names {self.title} servers and that they are running",
-            kwargs={key: kwargs[key] for key in POOL_KWARGS},
+            probe_after=kwargs["probe_after"],
         )
 
     @classmethod

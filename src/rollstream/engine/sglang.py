@@ -95,10 +95,6 @@ class SGLangReplica(ServerReplica):
             scores=bool(said.get("scores")) if isinstance(said, dict) else True,
         )
 
-    @property
-    def resumes_aborted(self) -> bool:
-        return True
-
     async def generate(self, request: ReplicaRequest) -> Completion:
         ids, images = request.prompt_ids, request.images
         if images:

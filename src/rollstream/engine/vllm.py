@@ -129,10 +129,6 @@ class VLLMReplica(ServerReplica):
         )
         return self._said
 
-    @property
-    def resumes_aborted(self) -> bool:
-        return self._abort_path is not None
-
     async def generate(self, request: ReplicaRequest) -> Completion:
         if request.aborted:
             return _aborted(request)

@@ -71,12 +71,11 @@ def write_probe(folder: Path, logprobs: Sequence[float]) -> None:
 
 def find_problem(now: Scores, before: Scores | None) -> str | None:
     """Says what is wrong with the weights that an engine has loaded; None if nothing is seen."""
-    if not all(map(math.isfinite, now.engine)):
-        return "its log-probs are not numbers: the weights are broken"
+    for whose, logprobs in (("its", now.engine), ("the trainer's", now.trainer or ())):
+        if not all(map(math.isfinite, logprobs)):
+            return f"{whose} log-probs are not numbers: the weights are broken"
     if now.trainer is None:
         return None
-    if not all(map(math.isfinite, now.trainer)):
-        return "the trainer's log-probs are not numbers: the weights are broken"
     if (off := difference(now.engine, now.trainer)) > _AGREE:
         return f"its log-probs are {off:.2g} nats off the trainer's: it has other weights, or a part of them"
     if before is not None and before.trainer is not None:

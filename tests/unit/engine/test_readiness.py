@@ -202,7 +202,7 @@ async def test_a_hanging_replica_lets_its_requests_go_and_keeps_no_update(
 
 
 async def test_an_update_does_not_wait_for_a_server_that_ends_nothing(a: FakeReplica, b: FakeReplica) -> None:
-    inner = PoolEngine([a, b], kwargs={"probe_after": 0})
+    inner = PoolEngine([a, b], probe_after=0)
     await inner.start()
     engine = ContinuingEngine(inner)
     b.hangs = True

@@ -14,11 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rollstream.aio import Restarts
-from rollstream.engine.base import Capabilities
-from rollstream.engine.checks import no_longer_than, read_model_limits
+from rollstream.engine.checks import least, read_model_limits
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.launch.local import LocalLauncher, LocalProcess
 from rollstream.engine.launch.plan import LaunchRequest, ReplicaPlan, choose_server, launch_plan
@@ -52,7 +50,7 @@ def launched_engine(kind: EngineKind, options: EngineOptions, request: LaunchReq
     )
     if options.model_path.startswith("~"):
         options = replace(options, model_path=str(Path(options.model_path).expanduser()))
-    kwargs = kind.read_kwargs(options.engine_kwargs)
+    kwargs, limits = kind.read_kwargs(options.engine_kwargs), read_model_limits(Path(str(options.model_path)))
     launcher: LocalLauncher | RayLauncher = LocalLauncher(options.log_dir)
     if request.where == "ray":
         launcher = RayLauncher(choose_server(kind.name, request.server), request, options.log_dir)
@@ -62,11 +60,9 @@ def launched_engine(kind: EngineKind, options: EngineOptions, request: LaunchReq
         launcher,
         make_replica=lambda url: make(url, options),
         request=request,
-        own=no_longer_than(
-            options.max_model_len, read_model_limits(Path(str(options.model_path))).max_model_len
-        ),
+        max_model_len=least(options.max_model_len, limits.max_model_len),
         what=kind.name,
-        kwargs={key: kwargs[key] for key in POOL_KWARGS},
+        probe_after=kwargs["probe_after"],
     )
 
 
@@ -78,9 +74,9 @@ class LaunchedEngine(PoolEngine):
         launcher: starts them.
         make_replica: speaks to one, by its URL.
         request: timeouts and restarts.
-        own: see `PoolEngine`, like the others.
+        max_model_len: see `PoolEngine`, like the others.
         what: see there.
-        kwargs: see there.
+        probe_after: see there.
     """
 
     def __init__(
@@ -90,11 +86,11 @@ class LaunchedEngine(PoolEngine):
         *,
         make_replica: Callable[[str], Replica],
         request: LaunchRequest,
-        own: Callable[[Capabilities], Capabilities] = lambda capabilities: capabilities,
+        max_model_len: int | None = None,
         what: str = "engine",
-        kwargs: dict[str, Any] | None = None,
+        probe_after: float = POOL_KWARGS["probe_after"],
     ) -> None:
-        super().__init__([], own=own, what=what, kwargs=kwargs)
+        super().__init__([], max_model_len=max_model_len, what=what, probe_after=probe_after)
         self._plans = plans
         self._launcher = launcher
         self._make_replica = make_replica
