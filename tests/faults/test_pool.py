@@ -2,9 +2,6 @@
 
 import asyncio
 import contextlib
-import shutil
-import ssl
-import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -42,36 +39,8 @@ async def pool_of(*urls: str, **kwargs: object) -> AsyncIterator[SGLangEngine]:
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://no-such-host.invalid:30000"])
 async def test_a_wrong_url(url: str) -> None:
-    with pytest.raises(EngineUnavailableError, match=rf"{url}.*server_urls"):
+    with pytest.raises(EngineUnavailableError, match=url):
         await SGLangEngine([url]).start()
-
-
-async def test_https_to_a_plain_port() -> None:
-    async with StubServer() as server:
-        with pytest.raises(EngineUnavailableError, match=r"does not speak TLS.*Is its URL http://"):
-            await SGLangEngine([server.url.replace("http:", "https:")]).start()
-
-
-@pytest.fixture
-def certificate(tmp_path: Path) -> ssl.SSLContext:
-    """Of a server that signed its certificate itself."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate with")
-    key, path = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    command += ["-subj", "/CN=127.0.0.1", "-keyout", str(key), "-out", str(path)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(path, key)
-    return context
-
-
-async def test_a_certificate_that_nobody_trusts(certificate: ssl.SSLContext) -> None:
-    listener = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=certificate)
-    port = listener.sockets[0].getsockname()[1]
-    with pytest.raises(EngineUnavailableError, match=r"certificate is not one .* trusts.*SSL_CERT_FILE"):
-        await SGLangEngine([f"https://127.0.0.1:{port}"]).start()
-    listener.close()
 
 
 async def test_a_server_that_comes_later_with_another_model_gets_no_work(

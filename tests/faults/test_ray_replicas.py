@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from rollstream.demo import MODEL_PATH
-from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer, is_answered
+from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer
 from rollstream.engine.launch.plan import LaunchRequest, ReplicaPlan, launch_plan
 from rollstream.engine.launch.ray import RayLauncher, RayProcess
 from rollstream.errors import EngineError
@@ -149,7 +149,9 @@ def launcher(
 
 
 async def answers(process: RayProcess) -> bool:
-    return (await is_answered(HttpServer(process.url, CONNECTION_KWARGS).get("/health", timeout_s=5))) == 200
+    return (
+        await HttpServer(process.url, {**CONNECTION_KWARGS, "health_timeout": 5.0}).answers("/health") == 200
+    )
 
 
 async def test_one_replica_is_started_found_and_stopped(

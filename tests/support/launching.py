@@ -4,14 +4,14 @@ import sys
 from pathlib import Path
 
 from rollstream.engine.base import Capabilities
-from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer, is_answered
+from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer
 from rollstream.engine.launch.plan import ReplicaPlan
 from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError
 from rollstream.trajectory import Completion
 from tests.support.processes import command_line, running
 from tests.support.replicas import CAPABILITIES, FakeReplica
 
-KWARGS = {**CONNECTION_KWARGS, "health_timeout": 0.3}
+KWARGS = {**CONNECTION_KWARGS, "health_timeout": 3.0}
 
 SERVER = """
 import http.server, pathlib, sys, time
@@ -56,7 +56,7 @@ class SmallReplica(FakeReplica):
         self._server = HttpServer(url, KWARGS)
 
     async def health(self) -> bool:
-        return await is_answered(self._server.get("/health", timeout_s=3.0)) == 200
+        return await self._server.answers("/health") == 200
 
     async def describe(self) -> Capabilities:
         if not await self.health():

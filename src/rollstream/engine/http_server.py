@@ -27,12 +27,8 @@ CONNECTION_KWARGS: dict[str, Any] = {
 """Keys of `engine_kwargs` for engines that are servers, with their defaults."""
 
 AWAY_STATUSES = frozenset((502, 503, 504))
-"""What a router answers for a server that is gone, and a server while it starts; also one that is only busy.
+"""A router answers them for a server that is gone, and a server while it starts; also one that is only busy.
 Which of them it is, its health says."""
-
-_KEY_HINT = (
-    "actor_rollout_ref.rollout.engine_kwargs.api_key_env names the environment variable that holds the key"
-)
 
 _KEEP_ALIVE_S = 4.0
 """Below uvicorn's 5 s, so that an idle connection is closed by us and never under a request."""
@@ -61,7 +57,6 @@ class HttpServer:
         self._api_key = read_api_key(kwargs)
         if self._api_key:
             self._headers["Authorization"] = f"Bearer {self._api_key}"
-        self._urls: dict[str, URL] = {}
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
@@ -110,24 +105,19 @@ class HttpServer:
             raise self.refusal(status, payload)
         return payload
 
-    def refusal(self, status: int, payload: bytes) -> EngineError:
-        """The error for a status other than 200, in the server's own words, but without the API key."""
-        return status_error(self.url, status, _error_message(payload, self.without_key))
-
-    def without_key(self, text: str) -> str:
-        """A text of the server's as it may be shown: servers repeat the API key in what they refuse."""
-        return text.replace(self._api_key, "***") if self._api_key else text
-
     async def get(self, path: str, *, timeout_s: float) -> tuple[int, bytes]:
         """Status and body. Raises `ReplicaUnavailableError`."""
         return await self._request("GET", path, None, timeout_s)
 
-    async def ask(self, path: str, *, kind: str) -> dict[str, Any]:
-        """A server's answer to a question; empty where it does not know the route.
+    async def answers(self, path: str) -> int | None:
+        """The status that a health check is answered with; None when nobody answers."""
+        try:
+            return (await self.get(path, timeout_s=self.health_timeout))[0]
+        except ReplicaUnavailableError:
+            return None
 
-        Args:
-            path: begins with a slash.
-            kind: what kind of server this should be, for the message.
+    async def ask(self, path: str) -> dict[str, Any]:
+        """A server's answer to a question; empty where it does not know the route.
 
         Raises:
             ReplicaUnavailableError: it does not answer, or answers as one that starts or is gone.
@@ -142,8 +132,27 @@ class HttpServer:
         try:
             value = orjson.loads(payload)
         except orjson.JSONDecodeError as cause:
-            raise EngineError(f"{self.url}{path} does not answer with JSON: is it {kind} server?") from cause
+            raise EngineError(f"{self.url}{path} does not answer with JSON") from cause
         return value if isinstance(value, dict) else {}
+
+    def refusal(self, status: int, payload: bytes) -> EngineError:
+        """The error for a status other than 200, in the server's own words, but without the API key.
+
+        Its words are `{"error": {"message": ...}}`, `{"message": ...}`, or the text. Servers repeat the API key in
+        what they refuse.
+        """
+        message: Any = None
+        try:
+            value = orjson.loads(payload)
+            inner = value.get("error", value) if isinstance(value, dict) else None
+            message = inner.get("message") if isinstance(inner, dict) else inner
+        except orjson.JSONDecodeError:
+            pass
+        text = str(message) if message else payload.decode(errors="replace")
+        if self._api_key:
+            text = text.replace(self._api_key, "***")
+        # Cut at last: half a key would not be found.
+        return status_error(self.url, status, text if message else text[:500])
 
     async def close(self) -> None:
         """Ends all connections; requests on them end with `ReplicaUnavailableError`."""
@@ -165,12 +174,6 @@ class HttpServer:
     def _send(
         self, method: str, path: str, body: bytes | None, **options: Any
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        # A job of a buffer may name its engine, but only where the operator allows it.
-        return self._open_session().request(
-            method, self._url(path), data=body, allow_redirects=False, **options
-        )
-
-    def _open_session(self) -> aiohttp.ClientSession:
         if self._closed:
             raise ReplicaUnavailableError("the engine is closed")
         if self._session is None:
@@ -182,32 +185,11 @@ class HttpServer:
                 # Replies are read in one piece; the default high-water mark pauses the socket several times.
                 read_bufsize=2**20,
             )
-        return self._session
-
-    def _url(self, path: str) -> URL:
-        url = self._urls.get(path)
-        if url is None:
-            url = self._urls[path] = URL(self.url + path)
-        return url
+        # A job of a buffer may name its engine, but only where the operator allows it: no redirects.
+        return self._session.request(method, self.url + path, data=body, allow_redirects=False, **options)
 
     def _away(self, error: BaseException) -> ReplicaUnavailableError:
-        hint = ""
-        if isinstance(error, aiohttp.ClientConnectorCertificateError):
-            hint = (
-                ": its certificate is not one that this machine trusts. Name a file with it, or with its "
-                "authority's, in the environment variable SSL_CERT_FILE"
-            )
-        elif isinstance(error, aiohttp.ClientSSLError):
-            hint = ": it does not speak TLS as a server at https:// does. Is its URL http://?"
-        return ReplicaUnavailableError(f"{self.url}: {type(error).__name__}: {error}{hint}")
-
-
-async def is_answered(request: Awaitable[tuple[int, bytes]]) -> int | None:
-    """The status that a request is answered with; None when nobody answers."""
-    try:
-        return (await request)[0]
-    except (TimeoutError, ReplicaUnavailableError):
-        return None
+        return ReplicaUnavailableError(f"{self.url}: {type(error).__name__}: {error}")
 
 
 def read_api_key(kwargs: dict[str, Any]) -> str:
@@ -229,26 +211,9 @@ def base_url(url: str) -> str:
 
 def status_error(server: str, status: int, message: str) -> EngineError:
     """The error for a status: one that may pass is `TransientEngineError`."""
-    text = f"{server} answers {status}: {message}"
+    text = f"{server} answers {status}: {message or '(no message)'}"
     if status in (401, 403):
-        text += f" ({_KEY_HINT})"
+        text += " (engine_kwargs.api_key_env names the variable with the key)"
     if status in (429, 503):
         return EngineOverloadedError(text)
-    if status in (408, 429) or status >= 500:
-        return TransientEngineError(text)
-    return EngineError(text)
-
-
-def _error_message(payload: bytes, shown: Callable[[str], str]) -> str:
-    """The server's own words, as `shown`: `{"error": {"message": ...}}`, `{"message": ...}`, or the text."""
-    try:
-        value = orjson.loads(payload)
-    except orjson.JSONDecodeError:
-        value = None
-    if isinstance(value, dict):
-        inner = value.get("error", value)
-        message = inner.get("message") if isinstance(inner, dict) else inner
-        if message:
-            return shown(str(message))
-    # Cut at last: half a key would not be found.
-    return shown(payload.decode(errors="replace"))[:500] or "(no message)"
+    return TransientEngineError(text) if status == 408 or status >= 500 else EngineError(text)

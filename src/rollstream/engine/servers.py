@@ -1,15 +1,17 @@
-"""What engines share whose replicas are servers that take and give token ids: SGLang's and vLLM's."""
+"""Engines whose replicas are servers that take and give token ids: the parts that SGLang and vLLM share."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+import msgspec
 import orjson
 
 from rollstream.aio import SharedCheck
 from rollstream.engine.base import EngineLoad
-from rollstream.engine.checks import ModelLimits, ids_fit, least, read_model_limits
+from rollstream.engine.checks import ModelLimits, ids_fit, least, logprobs_fit, read_model_limits
 from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.load import ASK_TIMEOUT_S, LoadRoutes
@@ -34,8 +36,7 @@ FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "
 """By the servers' names. An abort is one whoever asked for it: another client, a trainer that pauses the
 server, the server itself."""
 
-_HUB_FOLDER = "models--"
-"""Begins a model's folder in Hugging Face's cache: `models--Qwen--Qwen2.5/snapshots/HASH`."""
+_Reply = TypeVar("_Reply")
 
 
 class ServerReplica:
@@ -48,19 +49,18 @@ class ServerReplica:
     """
 
     kind: ClassVar[EngineKind]
-    what: ClassVar[str]
-    """What kind of server it should be, for messages."""
 
     def __init__(
-        self, url: str, options: EngineOptions, loads: list[tuple[str, Callable[[bytes], EngineLoad | None]]]
+        self,
+        url: str,
+        options: EngineOptions,
+        loads: Iterable[tuple[str, Callable[[bytes], EngineLoad | None]]],
     ) -> None:
-        kwargs = self.kind.read_kwargs(options.engine_kwargs)
-        self._server = HttpServer(url, kwargs)
+        self._kwargs = self.kind.read_kwargs(options.engine_kwargs)
+        self._server = HttpServer(url, self._kwargs)
         self._health = SharedCheck(self.health)
         self._model_path = options.model_path
-        self._check_model: bool = kwargs["check_model"]
-        self._update_timeout: float = kwargs["update_timeout"]
-        self._limits = model_limits(options)
+        self._limits = model_limits(options.model_path)
         """What the model's folder says and servers don't."""
         self._loads = LoadRoutes(loads)
 
@@ -82,13 +82,10 @@ class ServerReplica:
 
     def _check_served(self, *names: object) -> None:
         """Refuses a server that serves none of what is meant; see `check_served_model`."""
-        check_served_model(self.name, names, self._model_path, strict=self._check_model)
-
-    async def _ask(self, path: str) -> dict[str, Any]:
-        return await self._server.ask(path, kind=self.what)
+        check_served_model(self.name, names, self._model_path, strict=self._kwargs["check_model"])
 
     async def _tell(self, path: str, body: object = None, *, timeout_s: float | None = None) -> bytes:
-        return await self._server.tell(path, body, timeout_s=timeout_s or self._update_timeout)
+        return await self._server.tell(path, body, timeout_s=timeout_s or self._kwargs["update_timeout"])
 
     async def _tell_abort(self, path: str, body: object) -> None:
         try:
@@ -111,9 +108,7 @@ class ServerEngine(PoolEngine):
 
     kind: ClassVar[EngineKind]
     title: ClassVar[str]
-    """What the servers call themselves, for messages."""
-    port: ClassVar[int]
-    """Where such servers usually listen, for messages."""
+    """The servers' own name for themselves, for messages."""
 
     def __init__(
         self,
@@ -123,20 +118,16 @@ class ServerEngine(PoolEngine):
         max_model_len: int | None = None,
         engine_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        kind, where = self.kind, "actor_rollout_ref.rollout.server_urls"
-        if not server_urls:
-            raise ConfigError(
-                f"engine {kind.name!r} needs the servers' URLs: {where}=[http://host:{self.port}]"
-            )
-        options = EngineOptions(model_path, server_urls, max_model_len, engine_kwargs or {})
-        kwargs = kind.read_kwargs(options.engine_kwargs)
-        limits = model_limits(options)
+        kind = self.kind
         assert kind.make_replica is not None
+        if not server_urls:
+            raise ConfigError(f"engine {kind.name!r} needs actor_rollout_ref.rollout.server_urls")
+        options = EngineOptions(model_path, server_urls, max_model_len, engine_kwargs or {})
         super().__init__(
             [kind.make_replica(url, options) for url in server_urls],
-            max_model_len=least(max_model_len, limits.max_model_len),
+            max_model_len=least(max_model_len, model_limits(model_path).max_model_len),
             what=self.title,
-            probe_after=kwargs["probe_after"],
+            probe_after=kind.read_kwargs(options.engine_kwargs)["probe_after"],
         )
 
     @classmethod
@@ -150,23 +141,25 @@ class ServerEngine(PoolEngine):
         )
 
 
-def model_limits(options: EngineOptions) -> ModelLimits:
-    """What the folder of the model says of itself."""
-    return read_model_limits(Path(options.model_path)) if options.model_path else ModelLimits(None, None, ())
+def model_limits(model_path: str | None) -> ModelLimits:
+    """The limits that the folder of the model says."""
+    return read_model_limits(Path(model_path)) if model_path else ModelLimits(None, None, ())
 
 
 def model_names(path: str) -> set[str]:
-    """What somebody who has a model elsewhere may call it: its folder's name, its name on the hub."""
+    """The names of a model for somebody who has it elsewhere: its folder's name, its name on the hub.
+
+    In Hugging Face's cache it is `models--Qwen--Qwen2.5/snapshots/HASH`.
+    """
     parts = PurePath(path).parts
-    hub = {part.rpartition("--")[2] for part in parts if part.startswith(_HUB_FOLDER)}
-    return {*parts[-1:], *hub}
+    return {*parts[-1:], *(part.rpartition("--")[2] for part in parts if part.startswith("models--"))}
 
 
 def has_tied_embeddings(model: str) -> bool:
     """Whether the folder of a model has no output layer of its own; False where it is no folder here."""
     folder = Path(model).expanduser()
-    if (said := read_model_limits(folder).tied_embeddings) is not None:
-        return said
+    if (tied := read_model_limits(folder).tied_embeddings) is not None:
+        return tied
     names: set[str] = set()
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as stream:  # eight bytes of length, then names and places as JSON
@@ -175,7 +168,7 @@ def has_tied_embeddings(model: str) -> bool:
 
 
 def card_names(card: Mapping[str, Any]) -> set[str]:
-    """What a model of `/v1/models` is called: by its server, and on its disk."""
+    """The names of a model of `/v1/models`: by its server, and on its disk."""
     return set().union(*(model_names(str(card[key])) for key in ("id", "root") if card.get(key)))
 
 
@@ -193,34 +186,61 @@ def check_served_model(server: str, served: Iterable[object], wanted: str | None
     Raises:
         EngineError: none of the names is the one that is wanted.
     """
-    said = [str(one) for one in served if one]
-    if not wanted or not said or any(model_names(one) & model_names(wanted) for one in said):
+    names = [str(name) for name in served if name]
+    if not wanted or not names or any(model_names(name) & model_names(wanted) for name in names):
         return
-    text = f"{server} serves {said[0]!r}, but actor_rollout_ref.model.path is {wanted!r}"
+    text = f"{server} serves {names[0]!r}, but actor_rollout_ref.model.path is {wanted!r}"
     if strict:
-        raise EngineError(
-            f"{text}: its tokens would be another model's. If it is the same one under another name, "
-            "set actor_rollout_ref.rollout.engine_kwargs.check_model=false"
-        )
+        raise EngineError(f"{text} (engine_kwargs.check_model=false takes it for the same)")
     logger.warning("%s", text)
 
 
-def broken_reply(server: str, what: str) -> TransientEngineError:
+# Of replies
+
+
+def broken_reply(server: str, problem: str) -> TransientEngineError:
     """The error for an answer that cannot be right: another server, or the same one later, may do better."""
-    return TransientEngineError(f"broken reply from {server}: {what}")
+    return TransientEngineError(f"broken reply from {server}: {problem}")
 
 
-def check_sampled(server: str, ids: list[int], sampling: SamplingParams, vocab_size: int | None) -> None:
-    """Raises `TransientEngineError` for ids that nobody asked for, or that the model does not have."""
+def decode_reply(server: str, decoder: msgspec.json.Decoder[_Reply], payload: bytes) -> _Reply:
+    """Reads a reply. Raises `TransientEngineError`."""
+    try:
+        return decoder.decode(payload)
+    except msgspec.DecodeError as error:
+        raise broken_reply(server, f"it cannot be read: {error} ({len(payload)} bytes)") from error
+
+
+def check_sampled(
+    server: str,
+    ids: list[int],
+    logprobs: list[float] | None,
+    sampling: SamplingParams,
+    vocab_size: int | None,
+) -> None:
+    """Raises `TransientEngineError` for ids and log-probs that were not asked for, or that no model has."""
     if not ids_fit(ids, vocab_size):
         raise broken_reply(server, f"it has ids outside the vocabulary of {vocab_size} ids")
     if len(ids) > sampling.max_tokens:
         raise broken_reply(server, f"it has {len(ids)} tokens, more than max_tokens {sampling.max_tokens}")
+    if logprobs is not None and not logprobs_fit(logprobs):
+        raise broken_reply(server, "it has log-probs above 0")
 
 
-def weight_version(said: object) -> int:
+def check_scores(server: str, values: Sequence[float | None], count: int) -> list[float]:
+    """The log-prob of each of `count` ids; not a number where there is none, as of the first one.
+
+    Raises:
+        TransientEngineError: there are more or fewer.
+    """
+    if len(values) != count:
+        raise broken_reply(server, f"{count} ids do not match {len(values)} log-probs")
+    return [math.nan if value is None else value for value in values]
+
+
+def weight_version(value: object) -> int:
     """A server's weight version is free text, "default" until the first update: that is version 0."""
     try:
-        return int(str(said))
+        return int(str(value))
     except ValueError:
         return 0

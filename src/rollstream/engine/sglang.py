@@ -3,7 +3,6 @@
 Source: https://docs.sglang.io/basic_usage/native_api.html and sampling_params.html.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,8 +10,7 @@ import msgspec
 import orjson
 
 from rollstream.engine.base import Capabilities
-from rollstream.engine.checks import logprobs_fit
-from rollstream.engine.http_server import AWAY_STATUSES, is_answered, status_error
+from rollstream.engine.http_server import AWAY_STATUSES, status_error
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.load import SGLANG_METRICS, read_metrics, read_sglang_loads
 from rollstream.engine.replica import ReplicaRequest, WeightsLostError
@@ -23,6 +21,8 @@ from rollstream.engine.servers import (
     ServerReplica,
     broken_reply,
     check_sampled,
+    check_scores,
+    decode_reply,
     model_names,
     weight_version,
 )
@@ -36,8 +36,6 @@ ENGINE_KWARGS = SERVER_KWARGS
 _SCORE_TIMEOUT_S = 120.0
 """For log-probs of a few ids: a server may be busy, or compile for a new length."""
 
-_LOAD_ROUTES = ("/v1/loads", "/get_load")
-
 
 class SGLangReplica(ServerReplica):
     """One SGLang server.
@@ -46,35 +44,35 @@ class SGLangReplica(ServerReplica):
     default), hence "processed".
     """
 
-    what = "an SGLang"
-
     def __init__(self, url: str, options: EngineOptions) -> None:
-        metrics = ("/metrics", lambda page: read_metrics(page, SGLANG_METRICS))  # with --enable-metrics
-        super().__init__(url, options, [metrics, *((path, read_sglang_loads) for path in _LOAD_ROUTES)])
+        routes = [("/metrics", lambda page: read_metrics(page, SGLANG_METRICS))]  # with --enable-metrics
+        super().__init__(
+            url, options, [*routes, *((path, read_sglang_loads) for path in ("/v1/loads", "/get_load"))]
+        )
         self._loaded = ""
         """Folder of the weights of the last update: a server calls its model by that from then on."""
         self._vocab_size = self._limits.vocab_size
         self._is_rollstream = False
 
     async def describe(self) -> Capabilities:
-        model = await self._ask("/get_model_info")
-        info = await self._ask("/get_server_info")
+        ask = self._server.ask
+        model, info = await ask("/get_model_info"), await ask("/get_server_info")
         max_model_len = info.get("context_length")
         if max_model_len is None:
-            models = (await self._ask("/v1/models")).get("data") or [{}]
-            max_model_len = models[0].get("max_model_len")
-            if not (model or info or models[0]):
-                hint = " (leave /v1 out of its URL)" if self.name.endswith("/v1") else ""
-                raise EngineError(f"{self.name} has no /get_model_info: is it an SGLang server?{hint}")
+            (card, *_) = (await ask("/v1/models")).get("data") or [{}]
+            max_model_len = card.get("max_model_len")
+            if not (model or info or card):
+                raise EngineError(f"{self.name} has no /get_model_info: is it an SGLang server?")
         served = model.get("model_path") or info.get("model_path")
         if not self._loaded or not model_names(self._loaded) & model_names(str(served)):
             # A trainer's weights lie in a folder of theirs; the tokenizer stays where it was.
             self._check_served(served, info.get("served_model_name"), model.get("tokenizer_path"))
         sizes = [model.get("vocab_size") or info.get("vocab_size"), self._limits.vocab_size]
         self._vocab_size = min((size for size in sizes if size is not None), default=None)
-        said = info.get("capabilities")  # of `rollstream serve`, whose engines differ
-        self._is_rollstream = isinstance(said, dict)
-        kind = said.get("logprobs") if isinstance(said, dict) else None
+        own = info.get("capabilities")  # of `rollstream serve`, whose engines differ
+        self._is_rollstream = isinstance(own, dict)
+        own = own if isinstance(own, dict) else {"logprobs": "processed", "scores": True}
+        kind = own.get("logprobs")
         has_tokenizer = not info.get("skip_tokenizer_init")
         return Capabilities(
             token_ids=True,
@@ -92,18 +90,17 @@ class SGLangReplica(ServerReplica):
             # SGLang looks at stop_token_ids only where it looks at the end token.
             stop_token_ids_with_ignore_eos=False,
             extra_sampling=() if self._is_rollstream else server_sampling(has_tokenizer=has_tokenizer),
-            scores=bool(said.get("scores")) if isinstance(said, dict) else True,
+            scores=bool(own.get("scores")),
         )
 
     async def generate(self, request: ReplicaRequest) -> Completion:
-        ids, images = request.prompt_ids, request.images
-        if images:
-            sent_ids = collapse_images(ids, self._limits.image_token_id, len(images))
-            body = request_body(sent_ids, request.sampling, request.rid, check_images(images))
-        else:
-            body = request_body(ids, request.sampling, request.rid)
+        ids, images = request.prompt_ids, check_images(request.images)
+        sent = collapse_images(ids, self._limits.image_token_id, len(images)) if images else ids
         payload = await self._server.post(
-            "/generate", body, is_healthy=self._health.ask, wanted=lambda: not request.aborted
+            "/generate",
+            request_body(sent, request.sampling, request.rid, images),
+            is_healthy=self._health.ask,
+            wanted=lambda: not request.aborted,
         )
         return read_reply(
             self.name,
@@ -117,8 +114,18 @@ class SGLangReplica(ServerReplica):
 
     async def score(self, ids: list[int], start: int = 1) -> list[float]:
         """See `ScoresIds.score`."""
-        payload = await self._tell("/generate", score_body(ids), timeout_s=_SCORE_TIMEOUT_S)
-        return read_scores(self.name, payload, len(ids))[start:]
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},  # at least one token is sampled
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        payload = await self._tell("/generate", body, timeout_s=_SCORE_TIMEOUT_S)
+        entries = decode_reply(self.name, _SCORES, payload).meta_info.input_token_logprobs or []
+        values = [entry.logprob for entry in entries]
+        if len(values) == len(ids) - 1:  # the first id has none
+            values = [None, *values]
+        return check_scores(self.name, values, len(ids))[start:]
 
     async def abort(self, rid: str) -> None:
         await self._tell_abort("/abort_request", {"rid": rid})
@@ -127,11 +134,9 @@ class SGLangReplica(ServerReplica):
         """SGLang's `/health` generates a token. A router's may only say that the router runs; then its
         `/readiness`, which SGLang does not have, says whether there are servers behind it.
         """
-        timeout = self._server.health_timeout
-        if await is_answered(self._server.get("/health", timeout_s=timeout)) != 200:
+        if await self._server.answers("/health") != 200:
             return False
-        ready = await is_answered(self._server.get("/readiness", timeout_s=timeout))
-        return ready is not None and ready not in AWAY_STATUSES
+        return await self._server.answers("/readiness") not in (None, *AWAY_STATUSES)
 
     async def update_weights(self, source: str, version: int) -> None:
         body = {"model_path": source, "weight_version": str(version)}
@@ -141,7 +146,7 @@ class SGLangReplica(ServerReplica):
                 f"{self.name} could not load {source}: {payload[:500].decode(errors='replace')}"
             )
         self._loaded = source
-        said = (await self._ask("/get_model_info")).get("weight_version")
+        said = (await self._server.ask("/get_model_info")).get("weight_version")
         if weight_version(said) != version:
             # The version of a token is what the server says with it.
             raise WeightsLostError(
@@ -154,7 +159,6 @@ class SGLangEngine(ServerEngine):
     """A pool of SGLang servers of the same model."""
 
     title = "SGLang"
-    port = 30000
 
 
 KIND = SGLangEngine.kind = SGLangReplica.kind = EngineKind(
@@ -182,6 +186,10 @@ class _TokenLogprob(msgspec.Struct, array_like=True, gc=False):
     token_id: int
 
 
+class _InputLogprob(msgspec.Struct, array_like=True, gc=False):
+    logprob: float | None
+
+
 class _MetaInfo(msgspec.Struct):
     id: str | None = None
     finish_reason: _FinishReason | None = None
@@ -199,13 +207,6 @@ class _Reply(msgspec.Struct):
     output_ids: list[int] | None = None
 
 
-_REPLY = msgspec.json.Decoder(_Reply)
-
-
-class _InputLogprob(msgspec.Struct, array_like=True, gc=False):
-    logprob: float | None
-
-
 class _InputMeta(msgspec.Struct):
     input_token_logprobs: list[_InputLogprob] | None = None
 
@@ -214,10 +215,11 @@ class _Scored(msgspec.Struct):
     meta_info: _InputMeta
 
 
+_REPLY = msgspec.json.Decoder(_Reply)
 _SCORES = msgspec.json.Decoder(_Scored)
 
 
-def check_images(images: list[object]) -> list[str]:
+def check_images(images: Sequence[object]) -> list[str]:
     """The images of a request as they go over the wire.
 
     Raises:
@@ -225,9 +227,7 @@ def check_images(images: list[object]) -> list[str]:
     """
     urls = [image for image in images if isinstance(image, str) and image.startswith("data:image/")]
     if len(urls) != len(images):
-        raise EngineError(
-            "engine 'sglang' takes images as data: URLs, as chat.images.encode_for_engine makes them"
-        )
+        raise EngineError("engine 'sglang' takes images as data: URLs")
     return urls
 
 
@@ -247,12 +247,9 @@ def request_body(
     }
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
-    if sampling.stop:
-        params["stop"] = sampling.stop
-    if sampling.stop_token_ids:
-        params["stop_token_ids"] = sampling.stop_token_ids
-    if sampling.ignore_eos:
-        params["ignore_eos"] = True
+    for name in ("stop", "stop_token_ids", "ignore_eos"):
+        if value := getattr(sampling, name):
+            params[name] = value
     body = {
         "rid": rid,
         "input_ids": prompt_ids,
@@ -267,10 +264,8 @@ def request_body(
 
 def extra_params(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Further sampling parameters by SGLang's names."""
-    params = dict(extra)
-    for name, own in (("grammar", "ebnf"), ("min_tokens", "min_new_tokens")):
-        if name in params:
-            params[own] = params.pop(name)
+    names = {"grammar": "ebnf", "min_tokens": "min_new_tokens"}
+    params = {names.get(name, name): value for name, value in extra.items()}
     if "json_schema" in params:
         params["json_schema"] = schema_text(params["json_schema"])
     if "logit_bias" in params:
@@ -304,34 +299,6 @@ def collapse_images(prompt_ids: list[int], image_token_id: int | None, images: i
     return collapsed if collapsed.count(image_token_id) == images else prompt_ids
 
 
-def score_body(ids: list[int]) -> dict[str, Any]:
-    """The body of a `/generate` request for the log-probs of ids. SGLang samples at least one token after them."""
-    return {
-        "input_ids": ids,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-
-
-def read_scores(server: str, payload: bytes, count: int) -> list[float]:
-    """The log-prob of each id; not a number where there is none, as of the first one.
-
-    Raises:
-        TransientEngineError: the reply is broken.
-    """
-    try:
-        entries = _SCORES.decode(payload).meta_info.input_token_logprobs or []
-    except msgspec.DecodeError as error:
-        raise broken_reply(server, f"it cannot be read: {error} ({len(payload)} bytes)") from error
-    values = [math.nan if entry.logprob is None else entry.logprob for entry in entries]
-    if len(values) == count - 1:  # the first id has none
-        values = [math.nan, *values]
-    if len(values) != count:
-        raise broken_reply(server, f"{count} ids do not match {len(values)} log-probs")
-    return values
-
-
 def read_reply(
     server: str,
     payload: bytes,
@@ -360,50 +327,42 @@ def read_reply(
         TransientEngineError: the reply is broken.
         EngineError: it says that the request can't be served, or that the prompt was another one.
     """
-    try:
-        reply = _REPLY.decode(payload)
-    except msgspec.DecodeError as error:
-        raise broken_reply(server, f"it cannot be read: {error} ({len(payload)} bytes)") from error
-    meta = reply.meta_info
+    reply = decode_reply(server, _REPLY, payload)
+    meta, ids = reply.meta_info, reply.output_ids
+    reason, entries = meta.finish_reason, meta.output_token_logprobs
     if meta.id is not None and meta.id != rid:
         raise broken_reply(server, f"it answers request {meta.id!r} instead of {rid!r}")
-    reason = meta.finish_reason
     if reason is None or reason.type not in FINISH_REASONS:
         raise broken_reply(server, f"its finish reason is {reason!r}")
     if reason.status_code is not None:
         raise status_error(server, reason.status_code, str(reason.message))
-    if (
-        image_prompt_tokens is not None
-        and reason.type != "abort"
-        and meta.prompt_tokens != image_prompt_tokens
-    ):
+    is_aborted = reason.type == "abort"
+    if image_prompt_tokens not in (None, meta.prompt_tokens) and not is_aborted:
         raise EngineError(
             f"{server} made {meta.prompt_tokens} tokens of a prompt with images that has "
             f"{image_prompt_tokens}: its image processor has other settings than that of "
             "actor_rollout_ref.model.path, or this SGLang tokenizes such prompts again "
             "(SGLANG_MM_AVOID_RETOKENIZE)"
         )
-
+    if is_aborted and not ids and not entries:
+        ids, entries = [], []  # aborted while it was queued: then a server leaves out what was asked for, too
     logprobs: list[float] | None = None
-    if reason.type == "abort" and not reply.output_ids and not meta.output_token_logprobs:
-        # Aborted while it was queued: then a server leaves out what was asked for, too.
-        ids, logprobs = [], [] if sampling.logprobs else None
-    elif sampling.logprobs:
-        if meta.output_token_logprobs is None:
+    if sampling.logprobs:
+        if entries is None:
             raise broken_reply(server, "it has no log-probs, which were asked for")
-        ids = [entry.token_id for entry in meta.output_token_logprobs]
-        logprobs = [entry.logprob for entry in meta.output_token_logprobs]
-        if reply.output_ids is not None and reply.output_ids != ids:
-            raise broken_reply(server, f"{len(reply.output_ids)} ids do not match {len(ids)} log-probs")
-        if not logprobs_fit(logprobs):
-            raise broken_reply(server, "it has log-probs above 0")
-    elif reply.output_ids is not None:
-        ids = reply.output_ids
-    else:
+        logprobs = [entry.logprob for entry in entries]
+        sampled = [entry.token_id for entry in entries]
+        if ids is not None and ids != sampled:
+            raise broken_reply(server, f"{len(ids)} ids do not match {len(sampled)} log-probs")
+        ids = sampled
+    if ids is None:
         raise broken_reply(server, "it has no output_ids; this SGLang gives ids only with log-probs")
-    check_sampled(server, ids, sampling, vocab_size)
-    versions = _policy_versions(server, meta, len(ids))
-    if reason.type == "abort" and ids and not ends_are_seen and not sampling.ignore_eos:
+    check_sampled(server, ids, logprobs, sampling, vocab_size)
+    versions = meta.weight_versions or [(0, weight_version(meta.weight_version))]
+    starts = [start for start, _ in versions]
+    if starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= max(1, len(ids)):
+        raise broken_reply(server, f"its weight versions are not those of {len(ids)} tokens")
+    if is_aborted and ids and not ends_are_seen and not sampling.ignore_eos:
         ids, logprobs = ids[:-1], logprobs and logprobs[:-1]
         versions = [run for run in versions if run[0] < max(1, len(ids))]
     return Completion(
@@ -413,13 +372,3 @@ def read_reply(
         policy_versions=versions,
         cached_prompt_tokens=meta.cached_tokens,
     )
-
-
-def _policy_versions(server: str, meta: _MetaInfo, tokens: int) -> list[tuple[int, int]]:
-    runs = meta.weight_versions
-    if not runs:
-        return [(0, weight_version(meta.weight_version))]
-    starts = [start for start, _ in runs]
-    if starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= max(1, tokens):
-        raise broken_reply(server, f"its weight versions are not those of {tokens} tokens")
-    return runs

