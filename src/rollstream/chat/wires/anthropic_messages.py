@@ -4,8 +4,7 @@ Source: https://platform.claude.com/docs/en/api/messages.
 """
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import orjson
@@ -18,11 +17,9 @@ from rollstream.chat.wires.exchange import (
     Notes,
     conversation,
     image,
-    listed,
     named_events,
     read_tools,
     take_sampling,
-    text_of,
     tool_schema,
 )
 from rollstream.chat.wires.requests import RequestError
@@ -46,18 +43,72 @@ _KINDS = {
 }
 
 
+class _Block(msgspec.Struct, tag_field="type"):
+    pass
+
+
+class _Message(msgspec.Struct, tag_field="role"):
+    pass
+
+
+class _Text(_Block, tag="text"):
+    text: str
+
+
+class _Thinking(_Block, tag="thinking"):
+    thinking: str
+
+
+class _ToolUse(_Block, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class _Source(msgspec.Struct):
+    type: Literal["base64", "url"]
+    url: str | None = None
+    media_type: str | None = None
+    data: str | None = None
+
+
+class _Image(_Block, tag="image"):
+    source: _Source
+
+
+class _ToolReference(_Block, tag="tool_reference"):
+    tool_name: str
+
+
+class _ToolResult(_Block, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[_Text | _Image | _ToolReference] | None = None
+
+
+class _System(_Message, tag="system"):
+    content: str | list[_Text]
+
+
+class _User(_Message, tag="user"):
+    content: str | list[_Text | _Image | _ToolResult]
+
+
+class _Assistant(_Message, tag="assistant"):
+    content: str | list[_Text | _Thinking | _ToolUse]
+
+
 class MessagesRequest(msgspec.Struct, kw_only=True):
     """Body of `/v1/messages`."""
 
-    messages: list[Any]
+    messages: list[_System | _User | _Assistant]
     max_tokens: int
     model: str | None = None
     output_config: dict[str, Any] = {}
     stop_sequences: list[str] = []
     stream: bool = False
-    system: Any = ""
+    system: str | list[_Text] = ""
     tool_choice: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "auto"})
-    tools: list[Any] = []
+    tools: list[dict[str, Any]] = []
 
 
 class MessagesWire:
@@ -83,15 +134,14 @@ class MessagesWire:
         if asked.tool_choice.get("disable_parallel_tool_use"):
             notes["parallel_tool_calls"] = False
         tools, deferred = _read_tools(asked.tools, notes)
-        system = _read_content(asked.system, "system", images=False)
-        blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
-        if blocks and blocks[0]["text"].startswith(_BILLING):
-            rest = blocks[0]["text"].partition("\n")[2].lstrip("\n")
-            system = [{"type": "text", "text": rest}, *blocks[1:]] if rest else blocks[1:]
+        texts = [asked.system] if isinstance(asked.system, str) else [block.text for block in asked.system]
+        if texts and texts[0].startswith(_BILLING):
+            texts[0] = texts[0].partition("\n")[2].lstrip("\n")
             notes["billing header"] = "left out"
+        system = "\n".join(filter(None, texts))
         read: list[Message] = [{"role": "system", "content": system}] if system else []
-        for where, message in listed(asked.messages, "messages"):
-            read += _read_message(message, where, images, deferred)
+        for message in asked.messages:
+            read += _read_message(message, images, deferred)
         messages = conversation(read, "messages")
         if messages[-1]["role"] == "assistant":
             raise RequestError(
@@ -157,12 +207,14 @@ class MessagesWire:
         return named_events([self.error(error)])
 
 
-def _read_tools(tools: Any, notes: Notes) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
+def _read_tools(
+    tools: list[dict[str, Any]], notes: Notes
+) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
     """The client's tools, and by name those that are shown when a message refers to them."""
     schemas, is_deferred = [], []
-    for where, tool in listed(tools, "tools"):
+    for tool in tools:
         if tool.get("type") not in (None, "custom") or (notes.strict and tool.get("defer_loading")):
-            notes.leave_out_tool(tool, where)
+            notes.leave_out_tool(tool)
         else:
             schemas.append(tool_schema(tool, "input_schema"))
             is_deferred.append(bool(tool.get("defer_loading")))
@@ -171,87 +223,59 @@ def _read_tools(tools: Any, notes: Notes) -> tuple[list[dict[str, Any]], dict[st
     return [schema for schema, later in read if not later], deferred
 
 
-def _read_content(
-    content: Any, where: str, images: bool, deferred: Mapping[str, dict[str, Any]] = MappingProxyType({})
-) -> str | list[Part]:
-    if isinstance(content, str):
-        return content
-    parts = []
-    for place, block in listed(content, where):
-        if block.get("type") == "tool_reference":  # what a search for tools has found is shown there
-            name = text_of(block, "tool_name", place)
-            text = schema_json(deferred[name]).decode() if name in deferred else name
-            parts.append({"type": "text", "text": text})
-        else:
-            parts.append(_read_part(block, place, images))
-    return parts
-
-
 def _read_message(
-    message: Mapping[str, Any], where: str, images: bool, deferred: Mapping[str, dict[str, Any]]
-) -> list[Message]:
-    role, content = message.get("role"), message.get("content")
-    if role == "system":
-        return [{"role": "system", "content": _read_content(content, f"{where}.content", images=False)}]
-    if role not in ("user", "assistant"):
-        raise RequestError(f"{where}.role is {role!r}, want user or assistant", param=f"{where}.role")
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    blocks = listed(content, f"{where}.content")
-    return [_read_answer(blocks)] if role == "assistant" else list(_read_user(blocks, images, deferred))
+    message: _System | _User | _Assistant, images: bool, deferred: Mapping[str, dict[str, Any]]
+) -> Iterator[Message]:
+    """Messages of the chat API: results of tools are messages of their own there."""
+    if isinstance(message, _Assistant):
+        yield _read_answer(message)
+        return
+    role = "user" if isinstance(message, _User) else "system"
+    if isinstance(message.content, str):
+        yield {"role": role, "content": message.content}
+        return
+    parts: list[Part] = []
+    for block in message.content:
+        if not isinstance(block, _ToolResult):
+            parts.append(_read_part(block, images, deferred))
+            continue
+        if parts:
+            yield {"role": role, "content": parts}
+            parts = []
+        content: Any = block.content or ""
+        if not isinstance(content, str):
+            content = [_read_part(part, images, deferred) for part in content]
+        yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+    if parts or not message.content:
+        yield {"role": role, "content": parts}
 
 
-def _read_answer(blocks: Iterator[tuple[str, dict[str, Any]]]) -> Message:
-    texts, thoughts, calls = [], [], []
-    for where, block in blocks:
-        kind = block.get("type")
-        if kind == "text":
-            texts.append(text_of(block, "text", where))
-        elif kind == "thinking":
-            thoughts.append(text_of(block, "thinking", where))
-        elif kind == "tool_use" and isinstance(block.get("input"), dict):
-            function = {"name": text_of(block, "name", where), "arguments": block["input"]}
-            calls.append({"id": text_of(block, "id", where), "type": "function", "function": function})
-        else:
-            raise RequestError(f"{where} is of type {kind!r}, which an answer of here has not", param=where)
+def _read_answer(answer: _Assistant) -> Message:
+    blocks = [_Text(answer.content)] if isinstance(answer.content, str) else answer.content
+    texts = [block.text for block in blocks if isinstance(block, _Text)]
     message: Message = {"role": "assistant", "content": "\n".join(texts)}
-    if thoughts:
+    if thoughts := [block.thinking for block in blocks if isinstance(block, _Thinking)]:
         message["reasoning_content"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
+    if uses := [block for block in blocks if isinstance(block, _ToolUse)]:
+        message["tool_calls"] = [
+            {"id": use.id, "type": "function", "function": {"name": use.name, "arguments": use.input}}
+            for use in uses
+        ]
     return message
 
 
-def _read_user(
-    blocks: Iterator[tuple[str, dict[str, Any]]], images: bool, deferred: Mapping[str, dict[str, Any]]
-) -> Iterator[Message]:
-    """A user's message; results of tools in it are messages of their own."""
-    parts: list[Part] = []
-    some = False
-    for where, block in blocks:
-        some = True
-        if block.get("type") != "tool_result":
-            parts.append(_read_part(block, where, images))
-            continue
-        if parts:
-            yield {"role": "user", "content": parts}
-            parts = []
-        content = _read_content(block.get("content") or "", f"{where}.content", images, deferred)
-        yield {"role": "tool", "tool_call_id": text_of(block, "tool_use_id", where), "content": content}
-    if parts or not some:
-        yield {"role": "user", "content": parts}
-
-
-def _read_part(block: Mapping[str, Any], where: str, images: bool) -> Part:
-    kind, source = block.get("type"), block.get("source")
-    if kind == "text":
-        return {"type": "text", "text": text_of(block, "text", where)}
-    if kind != "image" or not isinstance(source, dict):
-        raise RequestError(f"{where} is of type {kind!r}; only text and images are supported", param=where)
-    url = source.get("url")
-    if source.get("type") == "base64":
-        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
-    return image(url, where, allowed=images)
+def _read_part(
+    block: _Text | _Image | _ToolReference, images: bool, deferred: Mapping[str, dict[str, Any]]
+) -> Part:
+    if isinstance(block, _Image):
+        source = block.source
+        is_data = source.type == "base64"
+        url = f"data:{source.media_type};base64,{source.data}" if is_data else source.url
+        return image(url, "messages", allowed=images)
+    if isinstance(block, _Text):
+        return {"type": "text", "text": block.text}
+    schema = deferred.get(block.tool_name)  # what a search for tools has found is shown there
+    return {"type": "text", "text": schema_json(schema).decode() if schema else block.tool_name}
 
 
 # Answers
@@ -274,16 +298,13 @@ def _events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     begun["usage"] = {**body["usage"], "output_tokens": 0}
     yield {"type": "message_start", "message": begun}
     for at, block in enumerate(body["content"]):
-        kind = block["type"]
-        empty: dict[str, Any]
-        if kind == "text":
-            empty, delta = {"text": ""}, {"type": "text_delta", "text": block["text"]}
-        elif kind == "thinking":
-            empty, delta = {"thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
-        else:
+        if block["type"] == "tool_use":
             partial = orjson.dumps(block["input"]).decode()
-            empty, delta = {"input": {}}, {"type": "input_json_delta", "partial_json": partial}
-        yield {"type": "content_block_start", "index": at, "content_block": {**block, **empty}}
+            empty, delta = {**block, "input": {}}, {"type": "input_json_delta", "partial_json": partial}
+        else:
+            kind = block["type"]  # text, or thinking: the key has the same name
+            empty, delta = {**block, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
+        yield {"type": "content_block_start", "index": at, "content_block": empty}
         yield {"type": "content_block_delta", "index": at, "delta": delta}
         yield {"type": "content_block_stop", "index": at}
     end = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}

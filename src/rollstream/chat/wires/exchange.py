@@ -5,7 +5,7 @@ list of parts, where it shows an image), the arguments of calls are mappings, th
 and results of tools are messages of the role `tool`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -158,20 +158,6 @@ def conversation(
         raise RequestError(str(error), param=error.where) from error
 
 
-def image_reader(allowed: bool) -> Callable[[Part, str], Part]:
-    """Reads parts of OpenAI's chat API that are no text: images only, and these only if they are `allowed`."""
-
-    def read(part: Part, where: str) -> Part:
-        if part["type"] != "image_url":
-            raise RequestError(
-                f"{where} is of type {part['type']!r}; only text and images are supported", param=where
-            )
-        shown = part.get("image_url")
-        return image(shown.get("url") if isinstance(shown, dict) else shown, where, allowed=allowed)
-
-    return read
-
-
 def image(url: Any, where: str, *, allowed: bool) -> Part:
     """The part of a message that shows an image; an address is fetched only if the run allows it.
 
@@ -185,26 +171,6 @@ def image(url: Any, where: str, *, allowed: bool) -> Part:
     if not isinstance(url, str) or not url.startswith(("data:", "http://", "https://")):
         raise RequestError(f"{where}: an image must be a data: URL, or an http(s): address", param=where)
     return {"type": "image_url", "image_url": {"url": url}}
-
-
-def listed(value: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a list, each with its place. Raises `RequestError`: it is none, or has something else."""
-    if not isinstance(value, list):
-        raise RequestError(f"{where} must be a list", param=where)
-    for at, one in enumerate(value):
-        if not isinstance(one, dict):
-            raise RequestError(f"{where}[{at}] must be an object", param=f"{where}[{at}]")
-        yield f"{where}[{at}]", one
-
-
-def text_of(one: Mapping[str, Any], key: str, where: str, *, missing: str | None = None) -> str:
-    """A text of an object. Raises `RequestError`: it is none; or it is not there and `missing` is None."""
-    value = one.get(key)
-    if value is None and missing is not None:
-        return missing
-    if not isinstance(value, str):
-        raise RequestError(f"{where}.{key} must be a text", param=f"{where}.{key}")
-    return value
 
 
 class Notes(dict[str, Any]):
@@ -231,24 +197,24 @@ class Notes(dict[str, Any]):
             self.add("tool_choice", choice, "nothing here forces a model to call a tool")
         return kind != "none"
 
-    def leave_out_tool(self, tool: Mapping[str, Any], where: str) -> None:
+    def leave_out_tool(self, tool: Mapping[str, Any]) -> None:
         """Notes a tool that no client executes here."""
-        name = tool.get("name") or tool.get("type")
         if self.strict:
             raise RequestError(
-                f"{where} is of type {tool.get('type')!r}: only functions are supported", param=where
+                f"tools of type {tool.get('type')!r}: only functions are supported", param="tools"
             )
-        self[f"tool {name}"] = "left out"
+        own = tool if not isinstance(custom := tool.get("custom"), dict) else custom
+        self[f"tool {own.get('name') or tool.get('type')}"] = "left out"
 
 
-def tool_schema(one: Mapping[str, Any], parameters: str) -> dict[str, Any]:
+def tool_schema(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
     """A tool as OpenAI's chat API has it, from one whose name stands beside its parameters."""
-    function = {
-        "name": one.get("name"),
-        "description": one.get("description"),
-        "parameters": one.get(parameters),
+    own = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool.get(parameters),
     }
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": own}
 
 
 def read_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -262,7 +228,7 @@ def read_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         raise RequestError(f"{len(tools)} tools: at most {_MOST_TOOLS} are taken", param="tools")
     read = []
     for at, tool in enumerate(tools):
-        if isinstance(tool, dict) and isinstance(function := tool.get("function"), dict):
+        if isinstance(function := tool.get("function"), dict):
             function = {name: value for name, value in function.items() if value is not None}
             if isinstance(parameters := function.get("parameters", {}), dict) and "type" not in parameters:
                 function["parameters"] = {"type": "object", "properties": {}, **parameters}

@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 import orjson
 
+from rollstream.chat.messages import Part
 from rollstream.chat.parsers.base import ParsedOutput
 from rollstream.chat.wires.exchange import (
     Answer,
     Asked,
     Notes,
     conversation,
-    image_reader,
-    listed,
+    image,
     read_tools,
     take_sampling,
 )
@@ -79,7 +79,7 @@ class ChatRequest(OpenAIRequest, kw_only=True):
 
     messages: list[Any]
     """As chat templates want them, once `read_chat` has read them."""
-    tools: list[Any] = msgspec.field(default_factory=list)
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     """Schemas to show the model; none where it may not call any, as in SGLang."""
     tool_choice: Any = "auto"
     max_completion_tokens: int | None = None
@@ -107,13 +107,21 @@ def read_chat(given: Mapping[str, Any], *, notes: Notes | None = None, images: b
     if asked.max_completion_tokens is not None:
         asked.max_tokens = asked.max_completion_tokens
     shows_tools = notes.shows_tools(asked.tool_choice)
-    asked.messages = conversation(asked.messages, "messages", image_reader(images))
+
+    def read_part(part: Part, where: str) -> Part:
+        if part["type"] != "image_url":
+            why = f"is of type {part['type']!r}; only text and images are supported"
+            raise RequestError(f"{where} {why}", param=where)
+        shown = part.get("image_url")
+        return image(shown.get("url") if isinstance(shown, dict) else shown, where, allowed=images)
+
+    asked.messages = conversation(asked.messages, "messages", read_part)
     functions = []
-    for where, tool in listed(asked.tools, "tools"):
+    for tool in asked.tools:
         if tool.get("type", "function") == "function":
             functions.append(tool)
         else:
-            notes.leave_out_tool({**tool, **(tool.get("custom") or {})}, where)
+            notes.leave_out_tool(tool)
     asked.tools = read_tools(functions) if shows_tools else []
     if asked.add_generation_prompt is asked.continue_final_message:
         raise RequestError(
@@ -198,25 +206,15 @@ class Choice:
         }
         if asked.logprobs and completion.logprobs is not None:
             ids, texts = completion.token_ids, self.token_texts
-            rest["logprobs"] = {
-                "content": [
-                    {
-                        "token": name,
-                        "logprob": logprob,
-                        # Of a token that ends inside a character, only its character's last token knows.
-                        "bytes": list(texts[at].encode()) if texts and texts[at] else None,
-                        "top_logprobs": [],
-                    }
-                    for at, (name, logprob) in enumerate(
-                        zip(
-                            token_names(ids, texts, as_ids=asked.return_tokens_as_token_ids),
-                            completion.logprobs,
-                            strict=True,
-                        )
-                    )
-                ],
-                "refusal": None,
-            }
+            names = token_names(ids, texts, as_ids=asked.return_tokens_as_token_ids)
+            # Of a token that ends inside a character, only its character's last token knows its bytes.
+            content = [
+                {"token": name, "logprob": logprob, "bytes": list(text.encode()) or None, "top_logprobs": []}
+                for name, logprob, text in zip(
+                    names, completion.logprobs, texts or [""] * len(ids), strict=True
+                )
+            ]
+            rest["logprobs"] = {"content": content, "refusal": None}
         if asked.return_token_ids:
             rest["token_ids"] = completion.token_ids
         return rest

