@@ -129,8 +129,8 @@ def measure(case: Case, ratio: tuple[int, int], unit: float, ahead: int, steps: 
         "replay error %": 100 * (replayed / settled - 1),
         "forecast s": simulate(replace(setup, seed=SEED + 1, steps=1000)).step_s,
         "staleness": max(histogram),
-        "bound": batches.bound,
-        "kept": max(histogram) <= batches.bound,
+        "bound": setup.max_staleness,
+        "kept": max(histogram) <= setup.max_staleness,
     }
 
 

@@ -19,10 +19,11 @@ The trainer's thread calls everything here; the generator's coroutines run in a 
 What may happen when is `GroupSchedule`'s; here are the lock, the waits, the versions and the rollouts.
 """
 
+import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -39,7 +40,14 @@ from rollstream.errors import (
     WeightUpdateError,
 )
 from rollstream.rollout.retry import RetryPolicy
-from rollstream.training.generation_thread import RETRY, START_S, STOP_S, GenerationThread, logger
+from rollstream.training.generation_thread import (
+    RETRY,
+    STOP_S,
+    GenerationThread,
+    logger,
+    try_again,
+    try_within,
+)
 from rollstream.training.group import (
     Group,
     GroupBatch,
@@ -53,7 +61,6 @@ from rollstream.training.schedule import GroupSchedule, Order
 from rollstream.training.selection import GroupFilter, GroupRank, Policy, TokenBudget
 from rollstream.training.staleness import StalenessRule
 from rollstream.training.timing import StepTime, StepTimes, mean
-from rollstream.training.weight_updates import WeightUpdates
 
 OnGroupFailure = Literal["fail", "drop_and_refill"]
 """`fail`: the first group that fails ends generation; `drop_and_refill`: the plan's next one replaces it."""
@@ -67,6 +74,13 @@ TokenVersions = Literal["check", "ignore"]
 
 _GROUP_S = 300.0
 """For one group: as long as trainers with asynchronous generation wait for a whole batch."""
+
+_UPDATE_AGAIN = RetryPolicy(max_attempts=1, delay=0.5, delay_max=5.0)
+"""Waits for an engine that is away; its attempts do not count. Asking costs little, and an engine that is
+back is kept waiting for no longer than this."""
+
+_CAUSE_S = 1.0
+"""For the cause of an update's last try, at the time limit, to be heard of before the limit itself is told."""
 
 
 @dataclass(slots=True)
@@ -82,17 +96,7 @@ class GroupCounters:
     trained: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """The finished rollouts that wait in memory for the trainer."""
-
-    groups: int
-    rollouts: int
-    tokens: int
-    """Prompt and response tokens: of each, an id, and of those of the response a mask, and a log-prob."""
-
-
-class BatchesAhead(GenerationThread[Group]):
+class BatchesAhead(GenerationThread):
     """An endless (or finite) sequence of batches, generated while the trainer works on earlier ones.
 
     Args:
@@ -119,8 +123,6 @@ class BatchesAhead(GenerationThread[Group]):
         token_versions: `ignore` what an engine stamps on tokens that does not know versions.
         weights: whether weight updates wait for an idle engine.
         weight_timeout: seconds for a weight update, that wait included.
-        start_timeout: seconds for the generator to get ready.
-        clock: of all figures; time limits go by the monotonic clock.
 
     Raises:
         ConfigError: these do not go together.
@@ -147,54 +149,51 @@ class BatchesAhead(GenerationThread[Group]):
         token_versions: TokenVersions = "check",
         weights: WeightMode = "drain",
         weight_timeout: float = 300.0,
-        start_timeout: float = START_S,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value, there_is in (
-            ("on_group_failure", on_group_failure, get_args(OnGroupFailure)),
-            ("weights", weights, get_args(WeightMode)),
-            ("token_versions", token_versions, get_args(TokenVersions)),
+        for value, known in (
+            (on_group_failure, OnGroupFailure),
+            (weights, WeightMode),
+            (token_versions, TokenVersions),
         ):
-            if value not in there_is:
-                raise ConfigError(f"{name}={value!r}: {' or '.join(map(repr, there_is))}")
+            if value not in get_args(known):
+                raise ConfigError(f"{value!r}: {' or '.join(map(repr, get_args(known)))}")
         if batch_size is not None and batch_size.smallest != groups_per_step:
-            raise ConfigError(
-                f"groups_per_step={groups_per_step} must be batch_size.smallest={batch_size.smallest}: what "
-                "the staleness rule counts on"
-            )
+            raise ConfigError(f"groups_per_step={groups_per_step} must be {batch_size}'s smallest")
         if max_groups_in_flight is not None and max_groups_in_flight < 1:
             raise ConfigError(f"max_groups_in_flight={max_groups_in_flight}: at least 1")
+        if group_timeout is None:
+            group_timeout = math.inf if getattr(generator, "bounds_groups", False) else _GROUP_S
+        if group_timeout <= 0:
+            raise ConfigError(f"group_timeout={group_timeout}: more than 0 seconds")
+        super().__init__()
         rule = StalenessRule(
             groups_per_step,
             max_staleness,
             max_staleness if ahead is None else ahead,
             None if batch_size is None else batch_size.largest,
         )
-        super().__init__(
-            at_once=max_groups_in_flight,
-            time_limit=_group_timeout(group_timeout, generator),
-            limit_name="group_timeout",
-            retry=retry,
-            clock=clock,
-        )
         budget = None if batch_size is None else batch_size.tokens
         self._schedule = GroupSchedule(plan, rule, order=order, token_budget=budget)
         self._generator = generator
-        self._updates = WeightUpdates(self.submit, generator.update_weights)
+        self._max_in_flight = math.inf if max_groups_in_flight is None else max_groups_in_flight
+        self._group_timeout = group_timeout
+        self._retry = retry
+        self._busy_s = self._busy_since = 0.0  # groups were being generated for so long, and since then
+        self._room = asyncio.Event()  # a group may be begun, perhaps
         self._on_group_failure = on_group_failure
         self._max_failures = max_failures
         self._filters = filters
         self._max_drops = max(100, 16 * groups_per_step) if max_drops is None else max_drops
         self._rank = rank
         policies: list[Policy] = [*filters, *([] if rank is None else [rank])]
-        self._policies = list({id(one): one for one in policies}.values())  # one object may be both
+        self._policies = list({id(policy): policy for policy in policies}.values())  # one object may be both
         self._check_tokens = token_versions == "check"
         self._drains = weights == "drain"
         self._weight_timeout = weight_timeout
-        self._start_timeout = start_timeout
         self._failures = self._drops = 0  # one after the other
         self._engine_version = 0
         self._updating: int | None = None  # the version on its way to the engine
+        self._sending: asyncio.Task[Any] | None = None  # the last update, which may be late
         self._held = False  # nothing is begun
         self._asked_at = self._busy_before = 0.0
         self._asked_in_vain = False
@@ -203,11 +202,6 @@ class BatchesAhead(GenerationThread[Group]):
         self._dropped = 0  # of them, those told with the batches before
         self.times = StepTimes()
         """The times of each whole step."""
-
-    @property
-    def bound(self) -> int:
-        """The staleness that no group ever exceeds, whatever the engine does: `max_staleness`."""
-        return self._schedule.rule.max_staleness
 
     @property
     def step(self) -> int:
@@ -226,18 +220,15 @@ class BatchesAhead(GenerationThread[Group]):
         It ends with the next `next_batch`, or `stop`; what happens to be known better of it may be changed.
         """
         if self._current is not None:
-            self._current.total_s = self._clock() - self._asked_at
+            self._current.total_s = time.monotonic() - self._asked_at
             self._current.engine_busy_s = self._busy_seconds() - self._busy_before
         return self._current
 
     @property
-    def waiting(self) -> Waiting:
+    def waiting(self) -> list[Group]:
         """The groups that are finished and not delivered: the memory that asynchrony costs."""
         with self._changed:
-            groups = self._schedule.waiting
-        return Waiting(
-            len(groups), sum(len(one.rollouts) for one in groups), sum(one.tokens for one in groups)
-        )
+            return self._schedule.waiting
 
     def get_pending_count(self) -> int:
         """Batches that the groups now being generated amount to, rounded up."""
@@ -245,8 +236,7 @@ class BatchesAhead(GenerationThread[Group]):
 
     def staleness_histogram(self) -> Counter[int]:
         """Groups delivered so far, by staleness."""
-        current = [] if self._current is None else self._current.staleness
-        return self.times.histogram + Counter(current)
+        return self.times.histogram + Counter([] if self._current is None else self._current.staleness)
 
     def start(self, engine_version: int | None = None, *, weights: str | None = None) -> None:
         """Starts the generator and begins groups.
@@ -265,10 +255,9 @@ class BatchesAhead(GenerationThread[Group]):
             raise TrainingError("these batches were started before")
         version = self.step if engine_version is None else engine_version
         self._check_version(version)
+        self._engine_version, self._held = version, weights is not None
         try:
-            with self._changed:
-                self._engine_version, self._held = version, weights is not None
-            self._start_thread(self._start_timeout)
+            self._start_thread()
             if weights is not None:
                 self._push(weights, version, self._weight_timeout)
         except BaseException as error:  # Ctrl-C while an engine loads, too: nobody else would end it
@@ -311,29 +300,29 @@ class BatchesAhead(GenerationThread[Group]):
         """
         self._end_step()
         if not self._asked_in_vain:
-            self._asked_at, self._busy_before = self._clock(), self._busy_seconds()
+            self._asked_at, self._busy_before = time.monotonic(), self._busy_seconds()
         self._asked_in_vain = False
         batch = self._wait_for(self._deliver, timeout)
+        waiting = self.waiting
         if batch is None:
             self._asked_in_vain = True
             schedule = self._schedule
             raise BatchTimeoutError(
-                f"batch {schedule.next_step} did not come within {timeout:g} s: {self.waiting.groups} groups "
-                f"are finished and {schedule.generating} are being generated, of "
-                f"{schedule.rule.groups_per_step} that it needs; {self._describe()}"
+                f"batch {schedule.next_step} did not come within {timeout:g} s: of its "
+                f"{schedule.rule.groups_per_step} groups {len(waiting)} groups are finished and "
+                f"{schedule.generating} are being generated; {self._describe()}"
             )
-        batch.wait_s = batch.delivered_at - self._asked_at
-        waiting = self.waiting
+        groups = batch.groups
         self._current = StepTime(
             step=batch.step,
             wait_s=batch.wait_s,
-            generation_s=mean([group.generation_s for group in batch.groups]),
-            generation_max_s=max(group.generation_s for group in batch.groups),
-            queue_s=mean([batch.delivered_at - group.finished_at for group in batch.groups]),
+            generation_s=mean([group.generation_s for group in groups]),
+            generation_max_s=max(group.generation_s for group in groups),
+            queue_s=mean([batch.delivered_at - group.finished_at for group in groups]),
             staleness=batch.staleness,
             unscored=unscored_share(batch.rollouts),
-            waiting_rollouts=waiting.rollouts,
-            waiting_tokens=waiting.tokens,
+            waiting_rollouts=sum(len(group.rollouts) for group in waiting),
+            waiting_tokens=sum(group.tokens for group in waiting),
             dropped=self.counters.dropped - self._dropped,
         )
         self._dropped += self._current.dropped
@@ -348,12 +337,15 @@ class BatchesAhead(GenerationThread[Group]):
                 self._tell("observe", group)
             self._moved()
         if self._current is not None and self._current.step == step:
-            self._current.train_s = self._clock() - self._asked_at - self._current.wait_s
+            self._current.train_s = time.monotonic() - self._asked_at - self._current.wait_s
 
     def update_weights(
         self, source: str = "", version: int | None = None, *, timeout: float | None = None
     ) -> None:
         """Gives the engine the trainer's weights; returns when it has them.
+
+        Updates reach the engine one after the other, however late one of them is. While no engine is there,
+        an update is sent again and again, within its time.
 
         Args:
             source: what the generator's engine understands by it; "" for weights that it shares.
@@ -362,8 +354,8 @@ class BatchesAhead(GenerationThread[Group]):
 
         Raises:
             WeightUpdateError: the engine refused (the cause is attached), or it took too long. Groups go on
-                to be stamped with the version before. It may be tried again; an update that took too long is
-                not called back, and the next one waits until it has ended.
+                to be stamped with the version before. It may be tried again. An update that took too long is
+                not called back: the next one waits until it has ended, and cuts it off when it does not.
             GenerationFailedError: generation has ended.
         """
         timeout = self._weight_timeout if timeout is None else timeout
@@ -375,8 +367,7 @@ class BatchesAhead(GenerationThread[Group]):
                     f"trained({version}) before, or name the version of weights in the middle of a batch"
                 )
         self._check_version(version)
-        began, until = self._clock(), time.monotonic() + timeout
-        drained = began
+        began = drained = time.monotonic()
         self.raise_if_over()
         with self._changed:
             if self._updating is not None:
@@ -388,20 +379,19 @@ class BatchesAhead(GenerationThread[Group]):
             self._updating, self._held = version, self._drains
         try:
             if self._drains:
-                idle = self._wait_for(lambda: None if self._schedule.generating else True, timeout)
-                if idle is None:
+                if not self._wait_for(lambda: None if self._schedule.generating else True, timeout):
                     raise WeightUpdateError(
                         f"{self._schedule.generating} groups are still being generated after {timeout:g} s of "
                         "waiting for an idle engine: give it longer (weight_timeout), or update in flight "
                         f"(weights='in_flight'); {self._describe()}"
                     )
-                drained = self._clock()
-            self._push(source, version, until - time.monotonic())
+                drained = time.monotonic()
+            self._push(source, version, began + timeout - drained)
             self._engine_version = version  # else the old stamp stays, which is never too new
         finally:
             self._release()
         if self._current is not None:
-            self._current.weights_s += self._clock() - began
+            self._current.weights_s += time.monotonic() - began
             self._current.drain_s += drained - began
 
     def state_dict(self) -> dict[str, Any]:
@@ -410,12 +400,10 @@ class BatchesAhead(GenerationThread[Group]):
         Save it with the weights of the same step. What was delivered and not trained is owed again.
         """
         with self._changed:
-            return {
-                **self._schedule.state_dict(),
-                "policies": {
-                    one.name: one.state_dict() for one in self._policies if hasattr(one, "state_dict")
-                },
+            learnt = {
+                policy.name: policy.state_dict() for policy in self._policies if hasattr(policy, "state_dict")
             }
+            return {**self._schedule.state_dict(), "policies": learnt}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on after what was trained; before `start`, which gives the engine the weights of that step.
@@ -426,9 +414,9 @@ class BatchesAhead(GenerationThread[Group]):
         if self._thread is not None:
             raise TrainingError("load_state_dict comes before start")
         self._schedule.load_state_dict(state)
-        for one in self._policies:
-            if one.name in state.get("policies", {}) and hasattr(one, "load_state_dict"):
-                one.load_state_dict(state["policies"][one.name])
+        for policy in self._policies:
+            if policy.name in state.get("policies", {}) and hasattr(policy, "load_state_dict"):
+                policy.load_state_dict(state["policies"][policy.name])
 
     # --- in the generation thread
 
@@ -438,37 +426,76 @@ class BatchesAhead(GenerationThread[Group]):
     async def _close(self) -> None:
         await self._generator.close()
 
-    def _take(self) -> Group | None:
-        group = None if self._held else self._schedule.admit(self._engine_version)
-        if group is not None:
-            self.counters.begun += 1
-            group.begun_at = self._clock()
-        return group
+    async def _work(self) -> None:
+        async with asyncio.TaskGroup() as running:
+            while True:
+                self._room.clear()
+                while (group := self._begin()) is not None:
+                    running.create_task(self._generate(group))
+                await self._room.wait()
 
-    async def _generate(self, group: Group) -> Any:
-        return await self._generator.generate(group.planned)
+    def _begin(self) -> Group | None:
+        with self._changed:
+            if self._over or self._held or self._schedule.generating >= self._max_in_flight:
+                return None
+            try:
+                group = self._schedule.admit(self._engine_version)
+            except Exception as error:  # the plan's
+                self._fail(error)
+                return None
+            if group is not None:
+                self.counters.begun += 1
+                group.begun_at = time.monotonic()
+                if self._schedule.generating == 1:
+                    self._busy_since = group.begun_at
+            return group
 
-    def _done(self, group: Group, rollouts: Any, attempts: int) -> None:
-        if (error := self._wrong_with(group, rollouts)) is not None:
-            self._failed(group, error)
-            return
-        group.rollouts, group.attempts, group.tokens = rollouts, attempts, count_tokens(rollouts)
-        group.finished_at = self._clock()
-        self.counters.finished += 1
-        self._failures = 0
-        for one in self._filters:
-            if (reason := one.drops(group)) is not None:
-                if not isinstance(reason, str):
-                    raise ConfigError(
-                        f"filter {one.name!r} returned {reason!r:.100}: drops() says why a group is thrown away, "
-                        "in words, or None for one that stays"
-                    )
-                self._tell("observe_dropped", group)
-                self._drop(group, reason)
-                return
-        self._drops = 0
-        rank = float(self.counters.finished) if self._rank is None else self._rank.rank(group)
-        self._schedule.finish(group.position, rank=rank, tokens=group.tokens)
+    async def _generate(self, group: Group) -> None:
+        result: Any
+        try:
+            result, group.attempts = await try_within(
+                lambda: self._generator.generate(group.planned),
+                str(group),
+                self._retry,
+                self._group_timeout,
+                "group_timeout",
+            )
+        except Exception as error:
+            result = error
+        group.finished_at = time.monotonic()
+        with self._changed:
+            if not self._over:
+                try:
+                    self._settle(group, result)
+                except Exception as error:
+                    self._fail(error)
+                if not self._schedule.generating:
+                    self._busy_s += group.finished_at - self._busy_since
+                self._changed.notify_all()
+        self._room.set()
+
+    def _settle(self, group: Group, result: Any) -> None:
+        """Keeps a group, or has it replaced. What this raises ends generation."""
+        if not isinstance(result, Exception):
+            result = self._wrong_with(group, result) or result
+        if isinstance(result, DroppedGroupError):
+            self._drop(group, str(result))
+        elif isinstance(result, Exception):
+            self._replace_failed(group, result)
+        else:
+            group.rollouts, group.tokens = result, count_tokens(result)
+            self.counters.finished += 1
+            self._failures = 0
+            for policy in self._filters:
+                if (reason := policy.drops(group)) is not None:
+                    if not isinstance(reason, str):
+                        raise ConfigError(f"filter {policy.name!r}: drops() says why, not {reason!r:.100}")
+                    self._tell("observe_dropped", group)
+                    self._drop(group, reason)
+                    return
+            self._drops = 0
+            rank = float(self.counters.finished) if self._rank is None else self._rank.rank(group)
+            self._schedule.finish(group.position, rank=rank, tokens=group.tokens)
 
     def _wrong_with(self, group: Group, rollouts: Any) -> TrainingError | None:
         if not isinstance(rollouts, Sized) or not len(rollouts):
@@ -495,10 +522,7 @@ class BatchesAhead(GenerationThread[Group]):
                 "nothing is left to train on"
             )
 
-    def _failed(self, group: Group, error: Exception) -> None:
-        if isinstance(error, DroppedGroupError):
-            self._drop(group, str(error))
-            return
+    def _replace_failed(self, group: Group, error: Exception) -> None:
         if self._on_group_failure == "fail" or isinstance(error, EngineLostError):
             raise error  # no other group would fare better without an engine
         self._failures += 1
@@ -511,6 +535,32 @@ class BatchesAhead(GenerationThread[Group]):
         self._schedule.drop(group.position)
         self.counters.failed += 1
 
+    async def _send(self, source: str, version: int, timeout: float) -> None:
+        """Lets the engine take an update, after the one before has ended."""
+        until = time.monotonic() + timeout
+        if self._sending is not None and not await _ends(self._sending, until):
+            if not self._sending.cancelling():  # a second time would cut off how it cleans up
+                self._sending.cancel()
+            raise WeightUpdateError(
+                f"an update before version {version} has been on its way to the engine all the while: it is cut "
+                "off now, try again (and give weight_timeout more than the engine's own time limits)"
+            )
+        trying = try_again(
+            lambda: self._generator.update_weights(source, version),
+            f"weights of version {version}",
+            _UPDATE_AGAIN,
+            until=until,
+        )
+        self._sending = asyncio.create_task(trying)
+        self._sending.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen
+        if not await _ends(self._sending, until):
+            raise _late(version, timeout)
+        try:
+            self._sending.result()
+        except Exception as error:
+            refusal = f"the engine did not take version {version}: {type(error).__name__}: {error}"
+            raise WeightUpdateError(refusal) from error
+
     # --- in the trainer's thread
 
     def _deliver(self) -> GroupBatch | None:
@@ -519,32 +569,39 @@ class BatchesAhead(GenerationThread[Group]):
         if batch is None:
             if schedule.ended:
                 raise PlanEndedError(f"the plan has ended: batch {schedule.next_step} is not in it")
-            self._wake()  # asking may make room, and so does what a batch takes while it fills up
+            self._call_soon(
+                self._room.set
+            )  # asking may make room, and so does what a batch takes while it fills up
             reason = schedule.blocked(self._engine_version)
             if reason is not None and self._updating is None:
                 raise StalenessError(reason)
             return None
-        groups = batch.groups
-        last = max(group.finished_at for group in groups)
-        self._times.append(last - min(group.begun_at for group in groups))
+        begun = min(group.begun_at for group in batch.groups)
+        self._times.append(max(group.finished_at for group in batch.groups) - begun)
         self._moved()
-        batch.delivered_at = self._clock()
+        batch.delivered_at = time.monotonic()
+        batch.wait_s = batch.delivered_at - self._asked_at
         return batch
 
     def _push(self, source: str, version: int, timeout: float) -> None:
+        """Has `_send` done in the engine's event loop."""
+        sending = self.submit(self._send(source, version, timeout))
         try:
-            self._updates.send(source, version, timeout)
-        except TrainingError as error:
+            sending.result(timeout + _CAUSE_S)
+        except Exception as error:
             self.raise_if_over()  # a loop that ends cuts off what was submitted: its error is the cause
             error.add_note(self._describe())
-            raise
+            if sending.done():
+                raise
+            sending.cancel()  # the event loop is blocked
+            raise _late(version, timeout) from error
 
     def _check_version(self, version: int) -> None:
         if type(version) is not int or not 0 <= version <= self.step:
-            raise ConfigError(
-                f"version {version!r} of the weights: the trainer has made {self.step} updates, "
-                "and a version is a number of updates"
-            )
+            raise ConfigError(f"version {version!r} of the weights: a number of updates, 0 to {self.step}")
+
+    def _busy_seconds(self) -> float:
+        return self._busy_s + (time.monotonic() - self._busy_since if self._schedule.generating else 0.0)
 
     def _end_step(self) -> None:
         if (current := self.under_way) is not None:
@@ -553,8 +610,8 @@ class BatchesAhead(GenerationThread[Group]):
 
     def _tell(self, learns: str, group: Group) -> None:
         """Tells plan, filters and rank of a group, if they learn."""
-        for one in (self._schedule.plan, *self._policies):
-            if (learn := getattr(one, learns, None)) is not None:
+        for learner in (self._schedule.plan, *self._policies):
+            if (learn := getattr(learner, learns, None)) is not None:
                 learn(group)
 
     def _release(self) -> None:
@@ -565,12 +622,16 @@ class BatchesAhead(GenerationThread[Group]):
 
     def _moved(self) -> None:
         self._changed.notify_all()
-        self._wake()
+        self._call_soon(self._room.set)
 
 
-def _group_timeout(asked: float | None, generator: GroupGenerator) -> float | None:
-    if asked is None:
-        return None if getattr(generator, "bounds_groups", False) else _GROUP_S
-    if asked <= 0:
-        raise ConfigError(f"group_timeout={asked}: more than 0 seconds")
-    return None if math.isinf(asked) else asked
+def _late(version: int, timeout: float) -> WeightUpdateError:
+    return WeightUpdateError(
+        f"the engine has not taken version {version} within {timeout:.1f} s (weight_timeout); what it was sent "
+        "may still come, and the next update waits for its end"
+    )
+
+
+async def _ends(task: "asyncio.Task[Any]", until: float) -> bool:
+    await asyncio.wait({task}, timeout=max(0.0, until - time.monotonic()))
+    return task.done()

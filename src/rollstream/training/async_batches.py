@@ -8,16 +8,19 @@ The names are those that trainers with an asynchronous environment know. `Batche
 where the trainer can leave it to a plan what comes next: it bounds staleness and resumes by itself.
 """
 
+import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from rollstream.daemon_threads import in_daemon_thread, is_async
 from rollstream.errors import BatchTimeoutError, ConfigError, GenerationFailedError, TrainingError
 from rollstream.rollout.retry import RetryPolicy
-from rollstream.training.generation_thread import RETRY, START_S, GenerationThread
+from rollstream.training.generation_thread import RETRY, GenerationThread, try_within
 
 T = TypeVar("T")
 
@@ -59,22 +62,14 @@ class BatchResult:
 @dataclass(slots=True)
 class _Batch:
     request: BatchRequest
-    submitted: float
-    wanted: bool
-    """It may be generated: at once, or (where generation is synchronous) when somebody asks for it."""
+    submitted: float = field(default_factory=time.monotonic)
+    queued: bool = False
+    """At once, or (where generation is synchronous) when somebody asks for it."""
     begun: float | None = None
-    result: BatchResult | None = None
-    error: Exception | None = None
-
-    def __str__(self) -> str:
-        return f"batch {self.request.batch_id}"
-
-    @property
-    def done(self) -> bool:
-        return self.result is not None or self.error is not None
+    outcome: BatchResult | Exception | None = None
 
 
-class AsyncBatchGenerator(GenerationThread[_Batch]):
+class AsyncBatchGenerator(GenerationThread):
     """Generates submitted batches in a thread with an event loop of its own.
 
     Args:
@@ -87,7 +82,6 @@ class AsyncBatchGenerator(GenerationThread[_Batch]):
         use_async_generation: False: as `num_steps_async=0`.
         retry: for errors that may pass.
         max_failures: batches that may fail one after the other; one more ends the generator.
-        clock: of all figures; time limits go by the monotonic clock.
     """
 
     def __init__(
@@ -100,36 +94,32 @@ class AsyncBatchGenerator(GenerationThread[_Batch]):
         use_async_generation: bool = True,
         retry: RetryPolicy = RETRY,
         max_failures: int = 3,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if num_steps_async < 0:
-            raise ConfigError(f"num_steps_async={num_steps_async}: at least 0")
-        if async_generation_timeout <= 0:
-            raise ConfigError(f"async_generation_timeout={async_generation_timeout}: more than 0 seconds")
         self.num_steps_async = num_steps_async if use_async_generation else 0
-        self.async_generation_timeout = async_generation_timeout
-        least = max(1, self.num_steps_async)
+        at_once = max(1, self.num_steps_async)
         self.async_max_queue_size = (
             max(1, 2 * self.num_steps_async) if async_max_queue_size is None else async_max_queue_size
         )
-        if self.async_max_queue_size < least:
-            raise ConfigError(f"async_max_queue_size={async_max_queue_size}: at least 1, and num_steps_async")
-        super().__init__(
-            at_once=least,
-            time_limit=async_generation_timeout,
-            limit_name="async_generation_timeout",
-            retry=retry,
-            clock=clock,
-        )
+        if num_steps_async < 0 or async_generation_timeout <= 0 or self.async_max_queue_size < at_once:
+            raise ConfigError(
+                f"{num_steps_async=}, {async_generation_timeout=}, {async_max_queue_size=}: at least 0, more "
+                "than 0 seconds, at least 1 and num_steps_async"
+            )
+        super().__init__()
+        self.async_generation_timeout = async_generation_timeout
         self._function = generate
+        self._retry = retry
         self._max_failures = max_failures
-        self._batches: dict[int, _Batch] = {}  # in the order of submission
+        self._at_once = at_once
+        self._batches: dict[int, _Batch] = {}
+        self._queue: asyncio.PriorityQueue[tuple[float, int, _Batch]] = asyncio.PriorityQueue()
+        self._numbers = itertools.count()  # the order of submission, among those of one priority
         self._failures = 0  # one after the other
 
     def start(self) -> None:
         """Starts the thread. Again while it runs: nothing happens."""
         if self._over or not self.alive:
-            self._start_thread(START_S)
+            self._start_thread()
 
     def submit_batch(self, request: BatchRequest) -> bool:
         """Asks for a batch.
@@ -142,18 +132,15 @@ class AsyncBatchGenerator(GenerationThread[_Batch]):
             GenerationFailedError: the generator has ended, the cause is attached.
             GenerationStoppedError: it was stopped, or not started.
         """
-        number = request.batch_id
         with self._changed:
             self.raise_if_over()
-            known = self._batches.get(number)
-            if known is not None and known.error is None:
-                return True
-            # Whoever submits until it is refused must not fill the memory with batches that nobody fetches.
+            known = self._batches.get(request.batch_id)
             if known is None and len(self._batches) >= self.async_max_queue_size:
                 return False
-            self._batches.pop(number, None)  # it is the last one that was submitted
-            self._batches[number] = _Batch(request, self._clock(), wanted=self.num_steps_async > 0)
-            self._wake()
+            if known is None or isinstance(known.outcome, Exception):
+                batch = self._batches[request.batch_id] = _Batch(request)
+                if self.num_steps_async:
+                    self._enqueue(batch)
             return True
 
     def get_batch(self, batch_id: int, timeout: float | None = None) -> BatchResult:
@@ -172,42 +159,44 @@ class AsyncBatchGenerator(GenerationThread[_Batch]):
             TrainingError: no such batch was submitted, or it was fetched before.
         """
         timeout = self.async_generation_timeout + _CAUSE_S if timeout is None else timeout
+
+        def fetch() -> _Batch | None:
+            if (batch := self._batches.get(batch_id)) is None:
+                raise TrainingError(f"batch {batch_id} was not submitted, or was fetched before")
+            if batch.outcome is not None:
+                return self._batches.pop(batch_id)
+            if timeout > 0:
+                self._enqueue(batch)
+            return None
+
         with self._changed:
-            batch = self._batches.get(batch_id)
-            if batch is not None and timeout > 0:
-                batch.wanted = True
-                self._wake()
-            if batch is None or not batch.done:
-                batch = self._wait_for(lambda: self._completed(batch_id), timeout)
-            if batch is not None:
-                self._batches.pop(batch_id, None)
-                self._changed.notify_all()
-            else:
-                begun = self._batches[batch_id].begun
+            batch = self._wait_for(fetch, timeout)
+            waits = batch is None and self._batches[batch_id].begun is None
         if batch is None:
-            state = "waits for its turn" if begun is None else "is still being generated"
+            state = "waits for its turn" if waits else "is still being generated"
             raise BatchTimeoutError(
                 f"batch {batch_id} did not come within {timeout:g} s: it {state}; {self._describe()}"
             )
-        if batch.result is None:
-            error = batch.error
-            raise GenerationFailedError(f"{batch} failed with {type(error).__name__}: {error}") from error
-        return batch.result
+        outcome = batch.outcome
+        if isinstance(outcome, BatchResult):
+            return outcome
+        raise GenerationFailedError(
+            f"batch {batch_id} failed with {type(outcome).__name__}: {outcome}"
+        ) from outcome
 
     def get_pending_count(self) -> int:
         """Batches submitted and not generated yet."""
         with self._changed:
-            return sum(not batch.done for batch in self._batches.values())
+            return sum(batch.outcome is None for batch in self._batches.values())
 
     def get_completed_count(self) -> int:
         """Batches generated and not fetched yet."""
         with self._changed:
-            return sum(batch.result is not None for batch in self._batches.values())
+            return sum(isinstance(batch.outcome, BatchResult) for batch in self._batches.values())
 
     def should_submit_more(self) -> bool:
         """Whether fewer than `num_steps_async` batches are pending or completed."""
-        with self._changed:
-            return len(self._batches) < self.num_steps_async
+        return len(self._batches) < self.num_steps_async
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None) -> T:
         """Runs something else in the thread's event loop, as a weight update; returns what it returns.
@@ -232,39 +221,48 @@ class AsyncBatchGenerator(GenerationThread[_Batch]):
             future.cancel()
             raise BatchTimeoutError(f"not done within {timeout:g} s; {self._describe()}") from None
 
-    def _completed(self, batch_id: int) -> _Batch | None:
-        if batch_id not in self._batches:
-            raise TrainingError(f"batch {batch_id} was not submitted, or was fetched before")
-        batch = self._batches[batch_id]
-        return batch if batch.done else None
+    def _enqueue(self, batch: _Batch) -> None:
+        if not batch.queued:
+            batch.queued = True
+            place = (-batch.request.priority, next(self._numbers), batch)
+            self._call_soon(lambda: self._queue.put_nowait(place))
 
     # --- in the generation thread
 
-    def _take(self) -> _Batch | None:
-        waiting = [batch for batch in self._batches.values() if batch.wanted and batch.begun is None]
-        if not waiting:
-            return None
-        batch = max(waiting, key=lambda one: one.request.priority)  # of equals, the first
-        batch.begun = self._clock()
-        return batch
+    async def _work(self) -> None:
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(self._at_once):
+                workers.create_task(self._generate_batches())
 
-    async def _generate(self, batch: _Batch) -> Any:
+    async def _generate_batches(self) -> None:
+        while True:
+            _, _, batch = await self._queue.get()
+            request = batch.request
+            batch.begun = begun = time.monotonic()
+            made: BatchResult | Exception
+            try:
+                results, attempts = await try_within(
+                    partial(self._generate, request),
+                    f"batch {request.batch_id}",
+                    self._retry,
+                    self.async_generation_timeout,
+                    "async_generation_timeout",
+                )
+                taken, waited = time.monotonic() - begun, begun - batch.submitted
+                made = BatchResult(request.batch_id, results, request.version, taken, waited, attempts)
+                self._times.append(taken)
+                self._failures = 0
+            except Exception as error:
+                made = error
+                self._failures += 1
+            with self._changed:
+                batch.outcome = made
+                self._changed.notify_all()
+            if self._failures > self._max_failures and isinstance(made, Exception):
+                self._fail(made)
+
+    async def _generate(self, request: BatchRequest) -> Any:
         if is_async(self._function):
-            return await self._function(batch.request)
-        value = await in_daemon_thread(self._function, batch.request)
+            return await self._function(request)
+        value = await in_daemon_thread(self._function, request)
         return await value if isinstance(value, Awaitable) else value
-
-    def _done(self, batch: _Batch, results: Any, attempts: int) -> None:
-        request, begun = batch.request, batch.begun or 0.0
-        taken = self._clock() - begun
-        batch.result = BatchResult(
-            request.batch_id, results, request.version, taken, begun - batch.submitted, attempts
-        )
-        self._failures = 0
-        self._times.append(taken)
-
-    def _failed(self, batch: _Batch, error: Exception) -> None:
-        batch.error = error
-        self._failures += 1
-        if self._failures > self._max_failures:
-            raise error

@@ -13,10 +13,9 @@ class AsyncDataLoaderWrapper:
     """Wraps a data loader: what was looked at comes all the same, in the same order, over ends of epochs.
 
     The sequence of batches that `next` yields is that of `for epoch: for batch in dataloader`, however far
-    and often somebody looked ahead. An iteration (`iter(wrapper)`) ends with its epoch, as the loader's
-    does; the next one goes on with what was seen of the next epoch already. A loader that is created anew for
-    each epoch in another order (a seeded sampler) is asked once for each epoch; one that has to be told the
-    epoch (`set_epoch`, its own or its sampler's) is told it here, when that epoch is first read.
+    and often somebody looked ahead. An iteration (`iter(wrapper)`) ends with its epoch; the next one goes on
+    with what was seen of the next epoch already. The loader is begun once for each epoch, and told the epoch
+    then if it has to be (`set_epoch`, its own or its sampler's).
 
     What the loader raises is raised where it stands in the sequence, after all batches before it, and again
     by whoever asks further: what would follow is not known. (A new wrapper goes on from `state_dict`.)
@@ -45,8 +44,9 @@ class AsyncDataLoaderWrapper:
         self._read_epoch = 0  # of what was read last
         self._error: Exception | None = None  # what the loader raised, after all that is in the buffer
         self._buffer: deque[tuple[int, Any]] = deque()  # (epoch, batch)
-        self._epoch = 0  # of the iteration under way
         self._current: list[Any] = []
+        self.epoch = 0
+        """The epoch of the iteration under way."""
         self.consumed = 0
         """Batches that `next` gave, over all epochs."""
 
@@ -60,8 +60,8 @@ class AsyncDataLoaderWrapper:
             if not self._buffer and self._error is None:
                 raise StopIteration
             epoch = self._buffer[0][0] if self._buffer else self._read_epoch
-            if epoch != self._epoch:
-                self._epoch = epoch  # the next iteration begins there
+            if epoch != self.epoch:
+                self.epoch = epoch  # the next iteration begins there
                 raise StopIteration
             return self._take()
 
@@ -78,32 +78,23 @@ class AsyncDataLoaderWrapper:
     def set_epoch(self, epoch: int) -> None:
         """Does nothing: the loader was told when the epoch was first read. Trainers call it before each epoch."""
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the iteration under way."""
-        return self._epoch
-
     def peek_ahead(self, n: int = 1) -> list[Any]:
         """The next `n` batches, over ends of epochs; fewer when there are no more. 0: the current one."""
-        if n == 0:
-            return list(self._current)
-        return self.get_future_batches(0, n)
+        return self.get_future_batches(0, n) if n else list(self._current)
 
     def get_future_batches(self, start_offset: int, count: int) -> list[Any]:
         """`count` batches from `start_offset` on, 0 being what `next` gives; fewer when there are no more."""
-        if start_offset < 0 or count < 0:
-            raise ValueError(f"start_offset={start_offset}, count={count}: not negative")
         with self._lock:
-            self._fill(start_offset + count)
-            if count and self._error is not None and len(self._buffer) < start_offset + count:
+            end = start_offset + count
+            self._fill(end)
+            if count and self._error is not None and len(self._buffer) < end:
                 raise self._error  # fewer batches would look like the end
-            seen = itertools.islice(self._buffer, start_offset, start_offset + count)
-            return [batch for _, batch in seen]
+            return [batch for _, batch in itertools.islice(self._buffer, start_offset, end)]
 
     def state_dict(self) -> dict[str, Any]:
         """How many batches were given: JSON values. What was only looked at is given again."""
         with self._lock:
-            return {"consumed": self.consumed, "epoch": self._epoch}
+            return {"consumed": self.consumed, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on after so many batches, which are read and thrown away: the loader must give the same again.
@@ -112,8 +103,6 @@ class AsyncDataLoaderWrapper:
             DataError: there are not so many.
         """
         with self._lock:
-            if self.consumed or self._buffer:
-                raise ConfigError("load_state_dict comes before the first batch")
             while self.consumed < state["consumed"]:
                 self._fill(1)
                 if not self._buffer and self._error is None:
@@ -121,7 +110,7 @@ class AsyncDataLoaderWrapper:
                         f"the data loader has {self.consumed} batches; {state['consumed']} were given before"
                     )
                 self._take()
-            self._epoch = state["epoch"]
+            self.epoch = state["epoch"]
 
     def _take(self) -> Any:
         if not self._buffer:
@@ -133,18 +122,18 @@ class AsyncDataLoaderWrapper:
         return batch
 
     def _fill(self, wanted: int) -> None:
-        while len(self._buffer) < wanted and self._error is None:
-            try:
+        try:
+            while len(self._buffer) < wanted and self._error is None:
                 self._buffer.append(next(self._source))
-            except StopIteration:
-                return
-            except Exception as error:  # whoever looks ahead is not the one to hear of it
-                self._error = error
+        except StopIteration:
+            return
+        except Exception as error:  # whoever looks ahead is not the one to hear of it
+            self._error = error
 
     def _read(self) -> Iterator[tuple[int, Any]]:
         while self._epochs is None or self._read_epoch < self._epochs:
-            for one in (self.dataloader, getattr(self.dataloader, "sampler", None)):
-                if callable(set_epoch := getattr(one, "set_epoch", None)):
+            for told in (self.dataloader, getattr(self.dataloader, "sampler", None)):
+                if callable(set_epoch := getattr(told, "set_epoch", None)):
                     set_epoch(self._read_epoch)
             empty = True
             for batch in self.dataloader:

@@ -19,15 +19,29 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from rollstream.errors import ConfigError, TrainingError
 from rollstream.training.group import Group, GroupBatch
 from rollstream.training.plan import Plan
-from rollstream.training.staleness import Candidate, StalenessRule, choose
+from rollstream.training.staleness import StalenessRule, choose
 
 Order = Literal["plan", "first"]
 """`plan`: batches hold the plan's positions in order; `first`: what is finished first goes first."""
 
-_FORMAT = 1
+
+class _State(msgspec.Struct, kw_only=True):
+    """A saved state, as JSON values; nothing that is in flight is in it."""
+
+    plan: dict[str, Any]
+    """Its identity."""
+    plan_state: dict[str, Any]
+    step: int
+    watermark: int
+    trained: list[int]
+    """Positions from the watermark on, ascending; so are the dropped ones."""
+    dropped: list[int]
+    format: Literal[1] = 1
 
 
 class GroupSchedule:
@@ -43,40 +57,31 @@ class GroupSchedule:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        rule: StalenessRule,
-        *,
-        order: Order = "plan",
-        token_budget: int | None = None,
+        self, plan: Plan, rule: StalenessRule, *, order: Order = "plan", token_budget: int | None = None
     ) -> None:
         if order not in ("plan", "first"):
             raise ConfigError(f"order={order!r}: 'plan' or 'first'")
-        if token_budget is None and rule.largest_step not in (None, rule.groups_per_step):
+        if token_budget is None and rule.largest != rule.groups_per_step:
             raise ConfigError("batches of a dynamic size need a token budget")
         self.rule = rule
         self.plan = plan
         self._order = order
         self._token_budget = token_budget
         self._groups: dict[int, Group] = {}  # undelivered, ascending: begun in the plan's order
-        self._generating = 0
         self._starts: Counter[int] = Counter()  # of these
         self._taken: list[Group] = []  # by the next batch, which is not full yet
         self._delivered: dict[int, list[Group]] = {}  # by step, untrained
         self._settled: dict[int, bool] = {}  # positions from the watermark on: True trained, False dropped
         self._next_position = 0
         self._awaited = False  # the trainer has asked for the next batch since it trained one
+        self.generating = 0
+        """Groups that are being generated."""
         self.watermark = 0
         """All positions below it are trained or dropped."""
         self.trained_steps = 0
         """Batches trained so far: the trainer's version."""
         self.next_step = 0
         """The batch that is delivered next."""
-
-    @property
-    def generating(self) -> int:
-        """Groups that are being generated."""
-        return self._generating
 
     @property
     def outstanding(self) -> int:
@@ -107,13 +112,8 @@ class GroupSchedule:
             # A batch may be trained already and its weights still be on their way: what is begun now would be
             # older than it need be. When the trainer asks for the next batch, there is nothing to wait for.
             untrained = max(untrained, self.next_step - version)
-        return self.rule.room(
-            self._starts,
-            next_step=self.next_step,
-            untrained=untrained,
-            version=version,
-            taken=len(self._taken),
-        )
+        step, taken = self.next_step, len(self._taken)
+        return self.rule.room(self._starts, next_step=step, untrained=untrained, version=version, taken=taken)
 
     def admit(self, version: int) -> Group | None:
         """Begins the next group of the plan, if there is room. `version` never falls."""
@@ -121,27 +121,20 @@ class GroupSchedule:
             return None
         group = Group(self.plan.at(self._next_position), version)
         self._groups[group.position] = group
-        self._generating += 1
+        self.generating += 1
         self._starts[version] += 1
         self._next_position += 1
         return group
 
     def finish(self, position: int, *, rank: float = 0.0, tokens: int = 0) -> None:
-        """A group has been generated.
-
-        Args:
-            position: its place in the plan.
-            rank: the smaller, the sooner it is delivered where the order leaves a choice.
-            tokens: its size, for batches of a dynamic size.
-        """
+        """A group has been generated; its rank decides where the order leaves a choice."""
         group = self._groups[position]
         group.finished, group.rank, group.tokens = True, rank, tokens
-        self._generating -= 1
+        self.generating -= 1
 
     def drop(self, position: int) -> None:
         """A group will not be delivered; the next position of the plan takes its place."""
-        group = self._remove(position)
-        self._generating -= not group.finished
+        self.generating -= not self._remove(position).finished
         self._settle(position, trained=False)
 
     def deliver(self, version: int) -> GroupBatch | None:
@@ -150,9 +143,15 @@ class GroupSchedule:
         Having asked in vain, there may be room for more: see `room`.
         """
         self._awaited = True
-        if not self._taken and not self._take_smallest():
-            return None
-        if self._token_budget is not None and not self._fill(version):
+        if not self._taken:
+            size = self.rule.groups_per_step
+            if self._exhausted():
+                size = min(size, len(self._groups))
+            chosen = self._choose(self.rule.must_take(self._starts, next_step=self.next_step), size)
+            if not size or len(chosen) < size:
+                return None
+            self._taken = [self._remove(group.position) for group in chosen]
+        if self._token_budget is not None and not self._fill(version, self._token_budget):
             return None
         self._awaited = False
         groups, self._taken = sorted(self._taken, key=lambda group: group.position), []
@@ -176,35 +175,32 @@ class GroupSchedule:
 
     def blocked(self, version: int) -> str | None:
         """Why no batch can come until trainer or engine moves; None: one can, or the plan has ended."""
-        if self._generating or self.room(version) or self._exhausted():
+        waiting = len(self._groups)
+        if self.generating or self.room(version) or waiting >= self.rule.groups_per_step or self._exhausted():
             return None
-        if len(self._groups) >= self.rule.groups_per_step:
-            return None
-        untrained = self.untrained
-        if (self.rule.ahead + 1 - untrained) * (self.rule.largest_step or self.rule.groups_per_step) <= len(
-            self._groups
-        ):
+        step, rule = self.next_step, self.rule
+        if (rule.ahead + 1 - self.untrained) * rule.largest <= waiting:
             return (
-                f"batch {self.next_step} may be generated only once batch {self.trained_steps} is trained "
-                f"(ahead={self.rule.ahead}): call trained({self.trained_steps})"
+                f"batch {step} may be generated only once batch {self.trained_steps} is trained "
+                f"(ahead={rule.ahead}): call trained({self.trained_steps})"
             )
         return (
-            f"batch {self.next_step} is trained with version {self.next_step}, the engine is at version "
-            f"{version}, and max_staleness is {self.rule.max_staleness}: give the engine newer weights"
+            f"batch {step} is trained with version {step}, the engine is at version {version}, and "
+            f"max_staleness is {rule.max_staleness}: give the engine newer weights"
         )
 
     def state_dict(self) -> dict[str, Any]:
         """The trained and dropped positions, and the plan, as JSON values; nothing that is in flight."""
         settled = sorted(self._settled.items())
-        return {
-            "format": _FORMAT,
-            "plan": self.plan.identity(),
-            "plan_state": self.plan.state_dict(),
-            "step": self.trained_steps,
-            "watermark": self.watermark,
-            "trained": [position for position, trained in settled if trained],
-            "dropped": [position for position, trained in settled if not trained],
-        }
+        state = _State(
+            plan=self.plan.identity(),
+            plan_state=self.plan.state_dict(),
+            step=self.trained_steps,
+            watermark=self.watermark,
+            trained=[position for position, trained in settled if trained],
+            dropped=[position for position, trained in settled if not trained],
+        )
+        return msgspec.structs.asdict(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on after what was trained; all else is owed again.
@@ -215,20 +211,19 @@ class GroupSchedule:
         """
         if self._next_position or self.trained_steps:
             raise TrainingError("load_state_dict comes before the first group is begun")
-        if state.get("format") != _FORMAT:
-            raise ConfigError(f"a saved state of format {state.get('format')!r}: this one reads {_FORMAT}")
-        missing = sorted({"plan", "plan_state", "step", "watermark", "trained", "dropped"} - set(state))
-        if missing:
-            raise ConfigError(f"this is no saved state of batches: it lacks {', '.join(missing)}")
-        mine, theirs = self.plan.identity(), state["plan"]
+        try:
+            saved = msgspec.convert(state, _State)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"this is no saved state of batches: {error}") from error
+        mine, theirs = self.plan.identity(), saved.plan
         if mine != theirs:
             differing = sorted(key for key in mine | theirs if mine.get(key) != theirs.get(key))
             what = ", ".join(f"{key} was {theirs.get(key)!r}, is {mine.get(key)!r}" for key in differing)
             raise ConfigError(f"the saved state is of another plan: {what}")
-        self.plan.load_state_dict(state["plan_state"])
-        self.trained_steps = self.next_step = state["step"]
-        self.watermark = self._next_position = state["watermark"]
-        self._settled = dict.fromkeys(state["trained"], True) | dict.fromkeys(state["dropped"], False)
+        self.plan.load_state_dict(saved.plan_state)
+        self.trained_steps = self.next_step = saved.step
+        self.watermark = self._next_position = saved.watermark
+        self._settled = dict.fromkeys(saved.trained, True) | dict.fromkeys(saved.dropped, False)
         self.plan.forget(self.watermark)
 
     def _exhausted(self) -> bool:
@@ -237,47 +232,23 @@ class GroupSchedule:
             self._next_position += 1
         return self.plan.length is not None and self._next_position >= self.plan.length
 
-    def _take_smallest(self) -> bool:
-        """Takes what the next batch must hold, and as many groups as it has at least; or nothing."""
-        size = self.rule.groups_per_step
-        if self._exhausted():
-            size = min(size, len(self._groups))
-        if size == 0 or len(self._groups) - self._generating < size:
-            return False
-        chosen = self._choose(self.rule.must_take(self._starts, next_step=self.next_step), size)
-        if len(chosen) < size:
-            return False
-        self._taken = [self._remove(position) for position in chosen]
-        return True
-
-    def _fill(self, version: int) -> bool:
+    def _fill(self, version: int, budget: int) -> bool:
         """Takes what else the budget has room for; whether the batch is full, or no more can come."""
-        assert self._token_budget is not None
-        largest = self.rule.largest_step or self.rule.groups_per_step
         tokens = sum(group.tokens for group in self._taken)
-        for position in self._choose((), largest - len(self._taken)):
-            tokens += self._groups[position].tokens
-            if tokens > self._token_budget:
+        for group in self._choose((), self.rule.largest - len(self._taken)):
+            tokens += group.tokens
+            if tokens > budget:
                 return True
-            self._taken.append(self._remove(position))
-        return (
-            len(self._taken) == largest
-            or tokens >= self._token_budget
-            or not (self._generating or self.room(version))
-        )
+            self._taken.append(self._remove(group.position))
+        full = len(self._taken) == self.rule.largest or tokens >= budget
+        return full or not (self.generating or self.room(version))
 
-    def _choose(self, must: Sequence[tuple[int, int]], size: int) -> list[int]:
-        """Positions of finished groups, the first ones first; fewer than `size` where others must come first."""
+    def _choose(self, must: Sequence[tuple[int, int]], size: int) -> list[Group]:
+        """Finished groups, the first ones first; fewer than `size` where others must come first."""
         if self._order == "plan":  # the lowest positions are the oldest: they are what the rule demands
             lowest = itertools.islice(self._groups.values(), size)
-            done = itertools.takewhile(lambda group: group.finished, lowest)
-            return [group.position for group in done]
-        candidates = [
-            Candidate(group.position, group.start, group.rank)
-            for group in self._groups.values()
-            if group.finished
-        ]
-        return [one.position for one in choose(candidates, must, size=size)]
+            return list(itertools.takewhile(lambda group: group.finished, lowest))
+        return choose((group for group in self._groups.values() if group.finished), must, size=size)
 
     def _remove(self, position: int) -> Group:
         group = self._groups.pop(position)
@@ -289,7 +260,6 @@ class GroupSchedule:
     def _settle(self, position: int, *, trained: bool) -> None:
         self._settled[position] = trained
         if position == self.watermark:
-            while self.watermark in self._settled:
-                del self._settled[self.watermark]
+            while self._settled.pop(self.watermark, None) is not None:
                 self.watermark += 1
             self.plan.forget(self.watermark)

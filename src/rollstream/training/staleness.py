@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollstream.errors import ConfigError
+from rollstream.training.group import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,25 +21,23 @@ class StalenessRule:
     max_staleness: int = 1
     """Steps, >= 0."""
     ahead: int = 1
-    """Batches that may exist beyond the one being trained, >= 0."""
+    """Batches that may exist beyond the one being trained, >= 0; 0 generates only while nothing is trained."""
     largest_step: int | None = None
     """Groups that a batch may take at most, where sizes are dynamic; None: `groups_per_step`."""
 
     def __post_init__(self) -> None:
-        if self.groups_per_step < 1:
-            raise ConfigError(f"groups_per_step={self.groups_per_step}: at least 1")
-        if self.max_staleness < 0:
-            raise ConfigError(f"max_staleness={self.max_staleness}: at least 0")
-        if self.ahead < 0:
-            raise ConfigError(f"ahead={self.ahead}: at least 0 (0 generates only while nothing is trained)")
-        if self.largest_step is not None and self.largest_step < self.groups_per_step:
-            raise ConfigError("the largest step must not be smaller than the smallest")
-        if self.max_staleness == 0 and self.largest_step not in (None, self.groups_per_step):
-            raise ConfigError(
-                f"batches of {self.groups_per_step} to {self.largest_step} groups with max_staleness=0: what "
-                "does not fit into a batch any more waits for the next one, and is a step older then; set "
-                "max_staleness to 1 or more"
-            )
+        if self.groups_per_step < 1 or self.max_staleness < 0 or self.ahead < 0:
+            raise ConfigError(f"{self}: groups_per_step > 0, max_staleness >= 0, ahead >= 0")
+        if self.largest < self.groups_per_step:
+            raise ConfigError(f"{self}: the largest step is smaller than the smallest")
+        if self.max_staleness == 0 and self.largest > self.groups_per_step:
+            # What does not fit into a batch any more waits for the next one, and is a step older then.
+            raise ConfigError(f"batches of a dynamic size need a max_staleness of 1 or more: {self}")
+
+    @property
+    def largest(self) -> int:
+        """Groups that a batch may take at most."""
+        return self.groups_per_step if self.largest_step is None else self.largest_step
 
     def room(
         self, starts: Mapping[int, int], *, next_step: int, untrained: int, version: int, taken: int = 0
@@ -54,8 +53,7 @@ class StalenessRule:
                 it must hold then, and need not take any other.
         """
         outstanding = sum(starts.values())
-        room = (self.ahead + 1 - untrained) * (self.largest_step or self.groups_per_step)
-        room -= outstanding + taken
+        room = (self.ahead + 1 - untrained) * self.largest - outstanding - taken
         first = next_step + (taken > 0)  # of the batches that places can be counted on in
         batches = version + self.max_staleness - first + 1  # first … version + max_staleness
         return max(0, min(room, batches * self.groups_per_step - outstanding))
@@ -74,40 +72,27 @@ class StalenessRule:
         return pairs
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A finished group that the next batch could take."""
-
-    position: int
-    start: int
-    rank: float
-    """The smaller, the sooner it is taken; positions decide between equals."""
-
-
-def choose(
-    candidates: Iterable[Candidate], must_take: Sequence[tuple[int, int]], *, size: int
-) -> list[Candidate]:
+def choose(groups: Iterable[Group], must_take: Sequence[tuple[int, int]], *, size: int) -> list[Group]:
     """The groups of the next batch, as far as they are finished: complete when there are `size`.
 
-    Of all ways to keep the rule, the one that takes the best-ranked groups first. What the rule demands and
-    is not finished keeps its place: then the answer is shorter than `size`, and the batch has to wait.
+    Of all ways to keep the rule, the one that takes the best-ranked groups first; positions decide between
+    equals. What the rule demands and is not finished keeps its place: then the answer is shorter than `size`,
+    and the batch has to wait.
 
     Args:
-        candidates: the finished groups.
+        groups: the finished ones.
         must_take: of `StalenessRule.must_take`.
         size: groups that the batch takes.
     """
     # "At least m of those begun at v or before" in a batch of `size` is "at most size - m of the later ones":
     # limits on nested sets, under which taking the best one that fits, again and again, is optimal.
     # One that does not fit any more never fits again.
-    limits = [(version, size - number) for version, number in must_take]
-    later = [0] * len(limits)
-    taken: list[Candidate] = []
-    for one in sorted(candidates, key=lambda one: (one.rank, one.position)):
-        beyond = [i for i, (version, _) in enumerate(limits) if one.start > version]
-        if len(taken) == size or any(later[i] >= limits[i][1] for i in beyond):
-            continue
-        for i in beyond:
-            later[i] += 1
-        taken.append(one)
+    left = {version: size - number for version, number in must_take}
+    taken: list[Group] = []
+    for group in sorted(groups, key=lambda group: (group.rank, group.position)):
+        limits = [version for version in left if group.start > version]
+        if len(taken) < size and all(left[version] for version in limits):
+            taken.append(group)
+            for version in limits:
+                left[version] -= 1
     return taken

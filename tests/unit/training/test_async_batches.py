@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -63,22 +64,21 @@ def test_a_training_loop(ahead: int) -> None:
 
 
 def test_figures() -> None:
-    now, errors = 0.0, [TransientError("busy"), EngineUnavailableError("gone"), TransientError("busy")]
+    errors = [TransientError("busy"), EngineUnavailableError("gone"), TransientError("busy")]
 
     def generate(request: BatchRequest) -> None:
-        nonlocal now
         if errors:
             raise errors.pop()  # an engine that is away is no attempt
-        now += 2.0 + request.batch_id
+        time.sleep(0.05)
 
-    with generator(generate, num_steps_async=1, async_max_queue_size=2, clock=lambda: now) as batches:
+    with generator(generate) as batches:
         assert batches.get_average_generation_time() == 0.0
         for batch_id in range(2):
             batches.submit_batch(BatchRequest(batch_id))
             result = batches.get_batch(batch_id)
-            assert (result.generation_time, result.queue_time) == (2.0 + batch_id, 0.0)
+            assert result.generation_time >= 0.05 > result.queue_time
             assert result.attempts == (1 if batch_id else 3)
-        assert batches.get_average_generation_time() == 2.5
+        assert batches.get_average_generation_time() >= 0.05
 
 
 def test_plain_functions_and_other_orders() -> None:

@@ -290,10 +290,9 @@ def test_a_state_of_another_plan_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ConfigError, match="seed was 1, is 0"):
         schedule.load_state_dict(state)
     assert schedule.state_dict() == synchronous().state_dict()
-    with pytest.raises(ConfigError, match="format"):
-        schedule.load_state_dict({"format": 99})
-    with pytest.raises(ConfigError, match="lacks dropped, plan, plan_state, step, trained, watermark"):
-        schedule.load_state_dict({"format": 1})
+    for wrong in ({**state, "format": 99}, {"format": 1}):
+        with pytest.raises(ConfigError, match="no saved state"):
+            schedule.load_state_dict(wrong)
 
 
 def test_a_state_may_be_taken_up_with_other_numbers() -> None:
@@ -315,7 +314,7 @@ def test_a_state_may_be_taken_up_with_other_numbers() -> None:
     ("rule", "options", "message"),
     [
         ((2,), {"order": "last"}, "order"),
-        ((2, 0, 0, 4), {"token_budget": 9}, "2 to 4 groups with max_staleness=0"),
+        ((2, 0, 0, 4), {"token_budget": 9}, "dynamic size need a max_staleness"),
         ((2, 1, 1, 4), {}, "token budget"),
     ],
 )

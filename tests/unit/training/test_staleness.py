@@ -7,14 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.errors import ConfigError
-from rollstream.training.staleness import Candidate, StalenessRule, choose
+from rollstream.training.group import Group
+from rollstream.training.plan import PlannedGroup
+from rollstream.training.staleness import StalenessRule, choose
 
 groups = st.lists(
     st.tuples(st.integers(0, 4), st.booleans(), st.integers(0, 5)), min_size=0, max_size=7
 )  # (start, finished, rank)
 
 
-def valid(picked: tuple[Candidate, ...], must: list[tuple[int, int]]) -> bool:
+def valid(picked: tuple[Group, ...], must: list[tuple[int, int]]) -> bool:
     return all(sum(one.start <= version for one in picked) >= number for version, number in must)
 
 
@@ -25,7 +27,10 @@ def test_the_best_allowed_choice_is_made(
 ) -> None:
     """Against trying all subsets; starts rise with positions, as groups are begun in the plan's order."""
     drawn = sorted(drawn, key=lambda one: one[0])
-    everyone = [Candidate(position, start, rank) for position, (start, _, rank) in enumerate(drawn)]
+    everyone = [
+        Group(PlannedGroup(position, 0, 0), start, rank=rank)
+        for position, (start, _, rank) in enumerate(drawn)
+    ]
     finished = [one for one, (_, done, _) in zip(everyone, drawn, strict=True) if done]
     versions = sorted({one.start for one in everyone})
     must = []
