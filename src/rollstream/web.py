@@ -129,7 +129,7 @@ class Access:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Bounds of what clients can make the server hold."""
 
     max_body: int = 64 * 2**20
@@ -470,12 +470,12 @@ class WebServer:
         routes: Iterable[Route],
         *,
         access: Access | None = None,
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
         translate: Translate = lambda _: None,
         render_error: RenderError = render_json_error,
         on_answer: OnAnswer = lambda *_: None,
     ) -> None:
-        self.limits = limits = limits or Limits()
+        self.limits = limits = limits or ServerLimits()
         self.bodies, self.answers = (
             _Budget(most, int(limits.client_share * most), limits.still_seconds)
             for most in (limits.bodies_in_flight, limits.answers_in_flight)

@@ -19,7 +19,7 @@ import orjson
 from rollstream.buffer.app import BufferServer
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.service import BufferOptions, Service
-from rollstream.web import Access, Limits
+from rollstream.web import Access, ServerLimits
 from tests.support.until import PATIENCE_S, until
 
 COMMAND = [sys.executable, "-m", "rollstream.cli", "buffer", "serve", "--json"]
@@ -139,7 +139,7 @@ async def served(
     directory: Path,
     *,
     token: str | None = None,
-    http_limits: Limits | None = None,
+    http_limits: ServerLimits | None = None,
     grace_s: float = 1.0,
     **options: Any,
 ) -> AsyncIterator[Served]:

@@ -23,9 +23,9 @@ from rollstream.web import (
     Access,
     Handler,
     HTTPError,
-    Limits,
     Request,
     Route,
+    ServerLimits,
     WebServer,
     json_response,
     openapi,
@@ -390,7 +390,7 @@ async def test_no_token_beyond_loopback_is_refused() -> None:
     ],
 )
 async def test_too_large_heads_are_refused(request_head: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(limits=Limits(max_head_field=4096)) as server:
+    async with serving(limits=ServerLimits(max_head_field=4096)) as server:
         connection = await Connection.to(server)
         await connection.send(request_head)
         assert await connection.status() == 400
@@ -400,7 +400,7 @@ async def test_too_large_heads_are_refused(request_head: bytes, caplog: pytest.L
 
 
 async def test_half_a_head_does_not_stay() -> None:
-    async with serving(limits=Limits(keep_alive_seconds=0.1)) as server:
+    async with serving(limits=ServerLimits(keep_alive_seconds=0.1)) as server:
         for sent in (b"", b"GET /hel", head() + b"GET /hel"):
             connection = await Connection.to(server)
             await connection.send(sent)
@@ -408,7 +408,7 @@ async def test_half_a_head_does_not_stay() -> None:
 
 
 async def test_too_large_bodies_are_refused() -> None:
-    async with serving(limits=Limits(max_body=1000)) as server:
+    async with serving(limits=ServerLimits(max_body=1000)) as server:
         assert await ask(server, head("POST", "/length", Content_Length="1001")) == 413
         assert await ask(server, head("POST", "/length", Content_Length="1001") + b"x" * 1001) == 413
         chunked = head("POST", "/length", Transfer_Encoding="chunked")
@@ -467,7 +467,7 @@ async def test_what_comes_after_a_broken_head_is_dropped() -> None:
 
 async def test_bodies_share_a_budget() -> None:
     async with serving(
-        limits=Limits(bodies_in_flight=1000, client_share=1.0, small=0, still_seconds=60)
+        limits=ServerLimits(bodies_in_flight=1000, client_share=1.0, small=0, still_seconds=60)
     ) as server:
         first = await Connection.to(server)
         await first.send(head("POST", "/length", Content_Length="900") + b"x" * 800)
@@ -483,7 +483,7 @@ async def test_bodies_share_a_budget() -> None:
 
 
 async def test_small_bodies_get_through_always() -> None:
-    limits = Limits(bodies_in_flight=1000, client_share=1.0, small=400, still_seconds=60)
+    limits = ServerLimits(bodies_in_flight=1000, client_share=1.0, small=400, still_seconds=60)
     async with serving(limits=limits) as server:
         full = [await Connection.to(server) for _ in range(2)]
         for connection in full:
@@ -496,7 +496,7 @@ async def test_small_bodies_get_through_always() -> None:
 
 async def test_unfinished_bodies_give_way() -> None:
     """Two of them, of which a byte came now and then, kept everybody out for ever."""
-    limits = Limits(bodies_in_flight=1000, client_share=1.0, small=0, still_seconds=0.1)
+    limits = ServerLimits(bodies_in_flight=1000, client_share=1.0, small=0, still_seconds=0.1)
     async with serving(limits=limits) as server:
         slow = [await Connection.to(server) for _ in range(2)]
         for connection in slow:
@@ -516,7 +516,7 @@ async def test_a_client_has_a_share() -> None:
         return len(await request.body())
 
     routes = [Route("POST", "/{session}", of_session)]
-    limits = Limits(bodies_in_flight=1000, client_share=0.5, small=0, still_seconds=60)
+    limits = ServerLimits(bodies_in_flight=1000, client_share=0.5, small=0, still_seconds=60)
     async with serving(routes, limits=limits) as server:
         first = await Connection.to(server)
         await first.send(head("POST", "/a", Content_Length="500") + b"x" * 400)
@@ -561,13 +561,13 @@ async def test_long_bodies_are_read_one_at_a_time_for_each_client() -> None:
 
 
 async def test_a_body_that_stops_coming() -> None:
-    async with serving(limits=Limits(body_idle_seconds=0.1)) as server:
+    async with serving(limits=ServerLimits(body_idle_seconds=0.1)) as server:
         assert await ask(server, head("POST", "/length", Content_Length="10") + b"x") == 408
         assert server.bodies.bytes == 0
 
 
 async def test_a_client_that_goes_away_with_half_a_body(caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(limits=Limits(small=0)) as server:
+    async with serving(limits=ServerLimits(small=0)) as server:
         connection = await Connection.to(server)
         await connection.send(head("POST", "/length", Content_Length="10") + b"x")
         await until(lambda: server.bodies.bytes == 1)
@@ -577,7 +577,7 @@ async def test_a_client_that_goes_away_with_half_a_body(caplog: pytest.LogCaptur
 
 
 async def test_expect_continue() -> None:
-    async with serving(limits=Limits(max_body=100)) as server:
+    async with serving(limits=ServerLimits(max_body=100)) as server:
         connection = await Connection.to(server)
         await connection.send(head("POST", "/length", Content_Length="3", Expect="100-continue"))
         assert await connection.status() == 100
@@ -602,7 +602,7 @@ async def test_connections_are_capped() -> None:
         return "done"
 
     routes = [*ROUTES, Route("GET", "/wait", wait)]
-    async with serving(routes, limits=Limits(max_connections=2)) as server:
+    async with serving(routes, limits=ServerLimits(max_connections=2)) as server:
         idle = [await Connection.to(server) for _ in range(5)]
         await idle[-1].send(b"GET /hel")
         assert await ask(server, head()) == 200
@@ -635,7 +635,7 @@ async def test_answers_that_nobody_reads_are_cut_off() -> None:
         return web.Response(body=b"x" * 2**25)
 
     routes = [*ROUTES, Route("GET", "/endless", endless), Route("GET", "/large", large)]
-    async with serving(routes, limits=Limits(answer_idle_seconds=0.2, max_connections=1)) as server:
+    async with serving(routes, limits=ServerLimits(answer_idle_seconds=0.2, max_connections=1)) as server:
         for request in (head(path="/endless"), head(path="/large"), head(path="/large", Connection="close")):
             while True:
                 unread = await Connection.to(server)
@@ -654,7 +654,9 @@ async def test_answers_that_nobody_reads_share_a_budget(gives_way: bool) -> None
     async def large(request: Request) -> web.Response:
         return web.Response(body=bytes(2**23))
 
-    limits = Limits(answers_in_flight=3 * 2**23, client_share=1.0, still_seconds=0.0 if gives_way else 60.0)
+    limits = ServerLimits(
+        answers_in_flight=3 * 2**23, client_share=1.0, still_seconds=0.0 if gives_way else 60.0
+    )
     async with serving([*ROUTES, Route("GET", "/large", large)], limits=limits) as server:
         unread = [await Connection.to(server) for _ in range(6)]
         for connection in unread:
@@ -675,7 +677,9 @@ async def test_slow_readers_get_their_answer() -> None:
     async def large(request: Request) -> web.Response:
         return web.Response(body=b"x" * 2**25)
 
-    async with serving([Route("GET", "/large", large)], limits=Limits(answer_idle_seconds=3.0)) as server:
+    async with serving(
+        [Route("GET", "/large", large)], limits=ServerLimits(answer_idle_seconds=3.0)
+    ) as server:
         connection = await Connection.to(server)
         await connection.send(head(path="/large"))
         for _ in range(16):

@@ -25,7 +25,7 @@ from rollstream.errors import (
     StorageError,
     StorageFullError,
 )
-from rollstream.web import Access, HTTPError, Limits, Request, Route, WebServer, openapi
+from rollstream.web import Access, HTTPError, Request, Route, ServerLimits, WebServer, openapi
 
 _BODIES: Final = 128 * 2**20
 """Bytes of all bodies in flight: two of the largest. With their copies on the way the process stays small."""
@@ -56,7 +56,7 @@ class BufferServer:
         limits: What clients can make the server hold.
     """
 
-    def __init__(self, options: BufferOptions, access: Access, limits: Limits | None = None) -> None:
+    def __init__(self, options: BufferOptions, access: Access, limits: ServerLimits | None = None) -> None:
         self.service = Service(options, access.token)
         self._registry = CollectorRegistry()
         self._seconds = Histogram(
@@ -81,7 +81,7 @@ class BufferServer:
         self._web = WebServer(
             self._routes,
             access=replace(access, whose=self.service.job_of_token),
-            limits=limits or Limits(bodies_in_flight=_BODIES),
+            limits=limits or ServerLimits(bodies_in_flight=_BODIES),
             translate=_translate,
             render_error=slime.render_slime_error,
             on_answer=self._count,

@@ -19,7 +19,7 @@ from rollstream.config.load import compose, read_value, to_settings
 from rollstream.config.settings import GatewaySettings, Settings
 from rollstream.errors import ConfigError, RollstreamError, unknown_name
 from rollstream.gateway.app import Endpoint
-from rollstream.gateway.recorder import Limits, Recorder
+from rollstream.gateway.recorder import Recorder, SessionLimits
 from rollstream.surrogates import replace_in_value
 from rollstream.trajectory import Message, SamplingParams, Trajectory
 
@@ -169,7 +169,7 @@ class RecordedAgent(AgentLoop):
             sampling,
             name=self.request_id,
             broken=broken,
-            limits=Limits(calls=self.settings.max_calls, bytes=self.settings.max_bytes),
+            limits=SessionLimits(calls=self.settings.max_calls, bytes=self.settings.max_bytes),
             engine_wait=_ENGINE_WAIT_S,
         )
         started = time.monotonic()

@@ -38,14 +38,14 @@ from rollstream.chat.wires.requests import (
 )
 from rollstream.errors import DataError
 from rollstream.gateway.recorder import Call, Recorder
-from rollstream.gateway.sessions import Turn
+from rollstream.gateway.sessions import AnsweredCall
 from rollstream.sampling import SERVER_SAMPLING, sampling_of_row
 from rollstream.trajectory import SamplingParams
 from rollstream.web import (
     HTTPError,
-    Limits,
     Request,
     Route,
+    ServerLimits,
     WebServer,
     json_response,
 )
@@ -101,7 +101,7 @@ class _Open:
 
     recorder: Recorder
     answering: set[asyncio.Task[Any]] = field(default_factory=set)
-    responses: dict[str, tuple[Turn, bool]] = field(default_factory=dict)
+    responses: dict[str, tuple[AnsweredCall, bool]] = field(default_factory=dict)
     """Answers by their ids, and whether their conversation begins with instructions."""
 
 
@@ -165,7 +165,7 @@ class Endpoint:
         """Serves this machine."""
         server = WebServer(
             [*self.routes(), *self.routes("")],  # the latter where `SESSION_HEADER` says whose a request is
-            limits=Limits(max_connections=room_for_connections(), client_share=SESSION_SHARE),
+            limits=ServerLimits(max_connections=room_for_connections(), client_share=SESSION_SHARE),
             translate=refusal_of,
             render_error=self.render_error,
         )
@@ -398,7 +398,7 @@ def _check_depth(body: Any) -> None:
         raise RequestError(f"the body is nested more than {_DEPTH} deep") from error
 
 
-def _continued(asked: Asked, responses: Mapping[str, tuple[Turn, bool]]) -> Asked:
+def _continued(asked: Asked, responses: Mapping[str, tuple[AnsweredCall, bool]]) -> Asked:
     """The request with the conversation that it goes on with, without that one's instructions."""
     before = responses.get(asked.previous or "")
     if before is None:

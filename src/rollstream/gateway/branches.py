@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import orjson
 
-from rollstream.gateway.sessions import Ask, Segment, Session, Turn
+from rollstream.gateway.sessions import AnsweredCall, PendingCall, Segment, Session
 from rollstream.trajectory import Message
 
 _PIECE_CHARS = 12
@@ -35,7 +35,7 @@ _BOUNDARY = re.compile(r"[^\w ]+")
 class Branch:
     """Answers of one conversation that go on after each other: a trajectory."""
 
-    turns: Sequence[Turn]
+    turns: Sequence[AnsweredCall]
     """At least one."""
     is_side_call: bool = False
 
@@ -44,11 +44,11 @@ class Branch:
         return self.turns[0].ask.segment
 
     @property
-    def last(self) -> Turn:
+    def last(self) -> AnsweredCall:
         return self.turns[-1]
 
     @property
-    def origin(self) -> Turn:
+    def origin(self) -> AnsweredCall:
         """The first answer of its conversation, which may be another branch's."""
         return (*_before(self), self.turns[0])[0]
 
@@ -86,7 +86,7 @@ def find_branches(
     branches = [Branch(segment.turns[: segment.turns.index(turn) + 1]) for segment, turn in counted.items()]
     if not branches:
         return Branches([])
-    usage = _Usage()
+    usage = _Quotations()
     final, is_guess = _final(branches, answer, prompt, usage)
     whole = next(branch for branch in branches if branch.segment is final.segment)
     branches.remove(whole)
@@ -101,7 +101,7 @@ def find_branches(
 
 
 def _final(
-    branches: Sequence[Branch], answer: str | None, prompt: Sequence[Message], usage: "_Usage"
+    branches: Sequence[Branch], answer: str | None, prompt: Sequence[Message], usage: "_Quotations"
 ) -> tuple[Branch, bool]:
     """The conversation that is the answer, up to the answer; and whether that is no more than a guess."""
     candidates = [branch for branch in branches if not branch.segment.is_side_call] or branches
@@ -142,14 +142,16 @@ def _final(
 _SAME, _CONTAINED = 2, 1
 
 
-def _fit(stated: str, turn: Turn) -> int:
+def _fit(stated: str, turn: AnsweredCall) -> int:
     """Whether a turn ends in an answer: says just it, has it among its words or arguments, or neither."""
     if _plain(_text(turn.message)) == stated:
         return _SAME
     return _CONTAINED if _has_words(_plain(_all_text(turn)), stated) else 0
 
 
-def _begins_with(prompt: Sequence[Message], branches: Sequence[Branch], usage: "_Usage") -> dict[Branch, int]:
+def _begins_with(
+    prompt: Sequence[Message], branches: Sequence[Branch], usage: "_Quotations"
+) -> dict[Branch, int]:
     """How conversations begin: 2 with the prompt row's messages, 1 with its last text somewhere, else 0.
 
     System messages do not count. A conversation that carries on an earlier one, with its system messages and
@@ -171,7 +173,7 @@ def _begins_with(prompt: Sequence[Message], branches: Sequence[Branch], usage: "
     return begins
 
 
-def _carries_on(later: Branch, earlier: Branch, usage: "_Usage") -> bool:
+def _carries_on(later: Branch, earlier: Branch, usage: "_Quotations") -> bool:
     frames = [(branch.origin.ask.tools, _system(branch.origin.ask.given)) for branch in (later, earlier)]
     if frames[0] != frames[1]:
         return False
@@ -189,7 +191,7 @@ def _newest(branches: Sequence[Branch]) -> Branch:
     return max(last, key=lambda branch: (branch.last.ask.number, branch.last.form))
 
 
-def _helpers(branches: Sequence[Branch], final: Branch, usage: "_Usage") -> set[Branch]:
+def _helpers(branches: Sequence[Branch], final: Branch, usage: "_Quotations") -> set[Branch]:
     """Branches that begin as the final one does and do not go on after it, and all that went into one of them."""
     alike = (branch for branch in branches if branch.segment.beginning == final.segment.beginning)
     helped = {
@@ -215,7 +217,7 @@ def _in_order(branches: Iterable[Branch]) -> list[Branch]:
     return [branch for *_, branch in sorted(placed, key=lambda place: place[:2])]
 
 
-class _Usage:
+class _Quotations:
     """Says which conversations an answer went into."""
 
     def __init__(self) -> None:
@@ -233,7 +235,7 @@ class _Usage:
             self._shown[earlier] = "\n".join(map(_text, given))
         return any(self._quoted(turn, asks, self._shown[earlier]) for turn in reversed(earlier.turns))
 
-    def _quoted(self, turn: Turn, asks: Sequence[Ask], shown: str) -> bool:
+    def _quoted(self, turn: AnsweredCall, asks: Sequence[PendingCall], shown: str) -> bool:
         """Whether a later message quotes a turn, which is not what the turn's own conversation was `shown`."""
         whole, parts = _text(turn.message), map(str.strip, _BOUNDARY.split(_all_text(turn)))
         pieces = [piece for piece in parts if len(piece) >= _PIECE_CHARS]
@@ -249,11 +251,11 @@ class _Usage:
         return False
 
 
-def _asks(branch: Branch) -> list[Ask]:
+def _asks(branch: Branch) -> list[PendingCall]:
     return [turn.ask for turn in branch.turns]
 
 
-def _before(branch: Branch) -> list[Turn]:
+def _before(branch: Branch) -> list[AnsweredCall]:
     """The turns of its conversation before it, which are other branches'."""
     return branch.turns[0].ask.before
 
@@ -265,7 +267,7 @@ def _text(message: Message) -> str:
     return "\n".join(part["text"] for part in content if "text" in part).strip()
 
 
-def _all_text(turn: Turn) -> str:
+def _all_text(turn: AnsweredCall) -> str:
     """The text of a turn and the arguments of its calls."""
     calls = turn.message.get("tool_calls") or ()
     arguments = [orjson.dumps(call["function"].get("arguments")).decode() for call in calls]

@@ -39,8 +39,7 @@ from rollstream.gateway.agents import (
     shared_endpoint,
 )
 from rollstream.gateway.sandbox import (
-    Ended,
-    LocalSandbox,
+    ExitStatus,
     Sandbox,
     SandboxError,
     SandboxOptions,
@@ -148,15 +147,14 @@ class CommandAgent(RecordedAgent):
                 await stack.enter_async_context((await shared.endpoint.get()).listening_at(socket))
             passed = [os.environ.get(name, "") for name in settings.pass_env if names_secret(name)]
             secrets = [secret, *filter(None, passed)]
-            sandbox = LocalSandbox(shared.sandbox, self._folder, secrets=secrets, socket=socket)
-            stack.push_async_callback(lambda: finish_despite_cancellation(sandbox.stop()))
+            sandbox = Sandbox(shared.sandbox, self._folder, secrets=secrets, socket=socket)
             return await self._run(sandbox, settings, url, secret, row)
 
     async def _run(
         self, sandbox: Sandbox, settings: GatewaySettings, url: str, secret: str, row: dict[str, Any]
     ) -> Outcome:
         where = urlsplit(url)
-        inner = await sandbox.start(f"http://{where.netloc}") + where.path
+        inner = sandbox.start(f"http://{where.netloc}") + where.path
         form = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
         await sandbox.put("io/row.json", orjson.dumps(row, default=str, option=form))
         env = {
@@ -180,7 +178,7 @@ class CommandAgent(RecordedAgent):
         self._done = True
         return outcome
 
-    async def _outcome(self, sandbox: Sandbox, settings: GatewaySettings, ended: Ended) -> Outcome:
+    async def _outcome(self, sandbox: Sandbox, settings: GatewaySettings, ended: ExitStatus) -> Outcome:
         by_code = settings.outcome == "exit_code" and ended.code in (0, 1)
         if ended.code != 0 and not by_code:
             how = (
@@ -231,7 +229,7 @@ def _socket_of(folder: Path) -> Path:
     return folder.with_name(f"gateway.{folder.name}")
 
 
-def _words(ended: Ended) -> str:
+def _words(ended: ExitStatus) -> str:
     if not ended.output:
         return "; it printed nothing"
     last = ended.output.rpartition("\n")[2].strip()[:_LAST_LINE_CHARS]

@@ -24,7 +24,7 @@ from rollstream.chat.wires.openai_chat import assistant_message
 from rollstream.engine.base import Capabilities
 from rollstream.errors import ConfigError, DataError, EngineUnavailableError, TransientError
 from rollstream.gateway.branches import Branch, find_branches
-from rollstream.gateway.sessions import Ask, Session, Turn
+from rollstream.gateway.sessions import AnsweredCall, PendingCall, Session
 from rollstream.trajectory import Completion, Message, SamplingParams, Trajectory
 from rollstream.web import HTTPError
 
@@ -44,7 +44,7 @@ _MARK = "ROLLSTREAMTHOUGHT"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SessionLimits:
     """The bounds of one session."""
 
     calls: int = 10_000
@@ -89,7 +89,7 @@ class Recorder:
         *,
         name: str,
         broken: "asyncio.Future[Exception]",
-        limits: Limits | None = None,
+        limits: SessionLimits | None = None,
         engine_wait: float = 0.0,
     ) -> None:
         """Args:
@@ -113,7 +113,7 @@ class Recorder:
         """Sampled so far."""
         self._loop = loop
         self._broken = broken
-        self._limits = limits or Limits()
+        self._limits = limits or SessionLimits()
         self._engine_wait = engine_wait
         self._notes: dict[str, Any] = {}
         self._noted: set[str] = set()
@@ -165,7 +165,9 @@ class Recorder:
                 self._broken.set_result(error)
             raise
 
-    async def answer(self, call: Call, *, gone: Callable[[], bool] = lambda: False) -> tuple[Turn, list[int]]:
+    async def answer(
+        self, call: Call, *, gone: Callable[[], bool] = lambda: False
+    ) -> tuple[AnsweredCall, list[int]]:
         """Lets the model answer.
 
         Args:
@@ -355,7 +357,7 @@ class Recorder:
         self,
         context: list[int],
         sampling: SamplingParams,
-        ask: Ask,
+        ask: PendingCall,
         *,
         gone: Callable[[], bool],
     ) -> Completion:
@@ -417,7 +419,7 @@ class Recorder:
         )
 
     def _read(
-        self, completion: Completion, ask: Ask, call: Call, *, in_thinking: bool
+        self, completion: Completion, ask: PendingCall, call: Call, *, in_thinking: bool
     ) -> tuple[Message, str | None]:
         """The answer as a message, and the client's stop text that ended it.
 
@@ -451,10 +453,10 @@ class Recorder:
         )
         return message, stop
 
-    def _old_thinking(self, turns: Sequence[Turn]) -> int:
+    def _old_thinking(self, turns: Sequence[AnsweredCall]) -> int:
         """Tokens of thinking that a fresh rendering of this conversation would leave out."""
         messages: list[Message] = []
-        marks: dict[str, Turn] = {}
+        marks: dict[str, AnsweredCall] = {}
         for at, turn in enumerate(turns[:-1]):
             answer = turn.message
             if answer.get("reasoning_content"):
@@ -517,7 +519,9 @@ class _Templates:
         key = hashlib.blake2b(form, digest_size=16).hexdigest()
         return shown, self._loop.resources.prompts.render(shown, prompt_key=key, tools=schemas)
 
-    def after(self, turn: Turn, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[int]]:
+    def after(
+        self, turn: AnsweredCall, messages: Sequence[Message]
+    ) -> tuple[Sequence[Message], Sequence[int]]:
         template = self._loop.resources.template
         calls = {call["id"]: call for call in turn.message.get("tool_calls") or ()}
         shown: list[Message] = []

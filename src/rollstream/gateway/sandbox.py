@@ -1,6 +1,6 @@
 """Sandboxes for an agent's program: a process of this machine, bubblewrap, a container.
 
-    start --> put* --> run --> get* --> stop        one sandbox a rollout
+    start --> put* --> run --> get*        one sandbox a rollout
 
     <root>/work    where the program starts        <root>/home   its HOME, empty
     <root>/io      its row and its result          <root>/tmp    its temporary folder
@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from uuid import uuid4
 
 import msgspec
@@ -118,7 +118,7 @@ class SandboxOptions(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Ended(msgspec.Struct, frozen=True):
+class ExitStatus(msgspec.Struct, frozen=True):
     """How a command ended."""
 
     code: int
@@ -132,7 +132,7 @@ class Ended(msgspec.Struct, frozen=True):
 class SandboxKind:
     """A kind of sandbox: an entry point of `rollstream.sandboxes`."""
 
-    wrap: "Callable[[LocalSandbox, Sequence[str], Mapping[str, str]], tuple[list[str], Mapping[str, str]]]"
+    wrap: "Callable[[Sandbox, Sequence[str], Mapping[str, str]], tuple[list[str], Mapping[str, str]]]"
     """The words around a command, and the environment of the outermost one."""
     check: Callable[[SandboxOptions], None] = lambda options: None
     """Tries whether there can be one on this machine. Raises `ConfigError`."""
@@ -148,46 +148,8 @@ def sandbox_kind(name: str) -> SandboxKind:
     return kind
 
 
-class Sandbox(Protocol):
-    """Runs the programs of one rollout. Paths are relative to `root`."""
-
-    root: str
-    """Its folder, as a program sees it; `work`, `io`, `home` and `tmp` are in it."""
-
-    async def start(self, gateway: str | None) -> str:
-        """Makes it ready.
-
-        Args:
-            gateway: `http://host:port` of the gateway; None: nothing is to be reached.
-
-        Returns:
-            The gateway's `http://host:port` as a program inside reaches it.
-        """
-        ...
-
-    async def run(self, command: Sequence[str], env: Mapping[str, str], seconds: float | None) -> Ended:
-        """Runs a command in `work` to its end or for some seconds; nothing that it started is left then."""
-        ...
-
-    async def put(self, path: str, data: bytes) -> None:
-        """Writes a file, in place of what was there. Raises `SandboxError`: it cannot, for want of disk, say."""
-        ...
-
-    async def get(self, path: str, most: int) -> bytes | None:
-        """A file's content; None where there is none.
-
-        Raises:
-            DataError: what is there is no regular file of at most so many bytes, or behind a link.
-        """
-        ...
-
-    async def stop(self) -> None:
-        """Ends it. Its folder stays where it is on this machine."""
-        ...
-
-
-class LocalSandbox:
-    """A sandbox of this machine: what a kind adds is the words around a command.
+class Sandbox:
+    """Runs the programs of one rollout on this machine. Paths of files are relative to `root`.
 
     Args:
         options: which.
@@ -222,7 +184,15 @@ class LocalSandbox:
     def _own_network(self) -> bool:
         return self._options.network == "gateway"
 
-    async def start(self, gateway: str | None) -> str:
+    def start(self, gateway: str | None) -> str:
+        """Makes its folders.
+
+        Args:
+            gateway: `http://host:port` of the gateway; None: nothing is to be reached.
+
+        Returns:
+            The gateway's `http://host:port` as a program inside reaches it.
+        """
         self._make_folders()
         return f"http://127.0.0.1:{_PORT}" if self._own_network else gateway or ""
 
@@ -239,7 +209,8 @@ class LocalSandbox:
         if self._user != os.getuid():
             os.chown(file, self._user, self._group)
 
-    async def run(self, command: Sequence[str], env: Mapping[str, str], seconds: float | None) -> Ended:
+    async def run(self, command: Sequence[str], env: Mapping[str, str], seconds: float | None) -> ExitStatus:
+        """Runs a command in `work` to its end or for some seconds; nothing that it started is left then."""
         own = {**env, "HOME": f"{self.root}/home", "TMPDIR": f"{self.root}/tmp", "PYTHONUNBUFFERED": "1"}
         if self._socket is not None and (self._own_network or self._kind.is_container):
             port = str(_PORT if self._own_network else 0)
@@ -275,7 +246,7 @@ class LocalSandbox:
             timed_out = True
         finally:
             code = await finish_despite_cancellation(self._end(process, reading))
-        return Ended(code, self._shown(tail), timed_out)
+        return ExitStatus(code, self._shown(tail), timed_out)
 
     def _bounds(self) -> reaper.Bounds:
         options = self._options
@@ -306,6 +277,7 @@ class LocalSandbox:
         return str(redact(text))
 
     async def put(self, path: str, data: bytes) -> None:
+        """Writes a file, in place of what was there. Raises `SandboxError`: it cannot, for want of disk, say."""
         try:
             await asyncio.to_thread(self._put, path, data)
         except OSError as error:
@@ -322,6 +294,11 @@ class LocalSandbox:
                 stream.write(data)
 
     async def get(self, path: str, most: int) -> bytes | None:
+        """A file's content; None where there is none.
+
+        Raises:
+            DataError: what is there is no regular file of at most so many bytes, or behind a link.
+        """
         return await asyncio.to_thread(self._get, path, most)
 
     def _get(self, path: str, most: int) -> bytes | None:
@@ -355,9 +332,6 @@ class LocalSandbox:
             yield here, name
         finally:
             os.close(here)
-
-    async def stop(self) -> None:
-        """Nothing: each command has ended with all that it started."""
 
     # What the kinds add. Each gives the words, and the environment of the outermost one.
 
@@ -526,7 +500,7 @@ def _check_container(options: SandboxOptions) -> None:
 def _check_bubblewrap(options: SandboxOptions) -> None:
     _check_program("bwrap", options.kind)
     with tempfile.TemporaryDirectory() as folder:
-        sandbox = LocalSandbox(options, Path(folder))
+        sandbox = Sandbox(options, Path(folder))
         try:
             sandbox._make_folders()
             said = _said(sandbox._bubblewrap([sys.executable, "-I", "-S", "-c", ""], {})[0])
@@ -540,9 +514,9 @@ def _check_bubblewrap(options: SandboxOptions) -> None:
         )
 
 
-NONE = SandboxKind(LocalSandbox._plain)
-BUBBLEWRAP = SandboxKind(LocalSandbox._bubblewrap, _check_bubblewrap, own_processes=3)
-CONTAINER = SandboxKind(LocalSandbox._docker, _check_container, is_container=True)
+NONE = SandboxKind(Sandbox._plain)
+BUBBLEWRAP = SandboxKind(Sandbox._bubblewrap, _check_bubblewrap, own_processes=3)
+CONTAINER = SandboxKind(Sandbox._docker, _check_container, is_container=True)
 
 
 def _said(command: Sequence[str]) -> str | None:
@@ -564,7 +538,7 @@ async def run_in_sandbox(
     files: Mapping[str, str | bytes] | None = None,
     env: Mapping[str, str] | None = None,
     seconds: float = 60.0,
-) -> Ended:
+) -> ExitStatus:
     """Runs a command as a reward does it: in the folder that a program has left, in such a sandbox as it had.
 
     Args:
@@ -577,8 +551,8 @@ async def run_in_sandbox(
     """
     given = msgspec.convert(dict(options), SandboxOptions)
     with ScratchFolder("reward") as root:
-        sandbox = LocalSandbox(given, root.path, work=Path(folder))
-        await sandbox.start(None)
+        sandbox = Sandbox(given, root.path, work=Path(folder))
+        sandbox.start(None)
         for name, content in (files or {}).items():
             await sandbox.put(f"work/{name}", content.encode() if isinstance(content, str) else content)
         return await sandbox.run(command, {**program_environment(), **(env or {})}, seconds)

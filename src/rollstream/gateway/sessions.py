@@ -11,8 +11,8 @@ history, or asks for several answers to the same, branches:
 
 A call is open until it is answered or given up:
 
-    begin --> Ask --+-- answer --> Turn, which later calls may go on after
-                    +-- give_up    nothing of it is left
+    begin --> PendingCall --+-- answer --> AnsweredCall, which later calls may go on after
+                            +-- give_up    nothing of it is left
 
 What holds, whatever is called in whatever order, with any number of calls open at once (the tests play it):
 
@@ -59,7 +59,7 @@ class Segment:
     """The engine's, the same for all its calls; no two open calls have the same."""
     is_first: bool
     """Whether the session began with it."""
-    base: "Turn | None"
+    base: "AnsweredCall | None"
     """Its prompt begins with the context of this turn, the answer included."""
     beginning: int
     """The same for all conversations that begin with the same messages and tools."""
@@ -67,15 +67,15 @@ class Segment:
     """Whether its calls say that they are side calls."""
     ids: list[int] = field(default_factory=list)
     """Given and sampled ids behind the prompt."""
-    turns: "list[Turn]" = field(default_factory=list)
+    turns: "list[AnsweredCall]" = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
-class Ask:
+class PendingCall:
     """A call: what the model is to answer."""
 
     segment: Segment
-    parent: "Turn | None"
+    parent: "AnsweredCall | None"
     """The answer before it; None: it begins a conversation."""
     tools: Sequence[dict[str, Any]]
     given: Sequence[Message]
@@ -85,7 +85,7 @@ class Ask:
     given_ids: Sequence[int]
     """The whole prompt of a conversation's first call, else what stands between two answers."""
     begun: int
-    """Tells what came first, together with `Turn.answered`."""
+    """Tells what came first, together with `AnsweredCall.answered`."""
     place: int
     """The place of the parent's answer."""
     keys: Sequence[Hashable]
@@ -99,7 +99,7 @@ class Ask:
     whatever order. For its seed."""
     turns_hash: int
     """Names the conversation apart from its system messages, see `_hash_turns`."""
-    again: "Sequence[Turn]"
+    again: "Sequence[AnsweredCall]"
     """Turns whose answers are in `given`: their text is rendered anew."""
 
     @property
@@ -108,7 +108,7 @@ class Ask:
         return self.segment.request_id
 
     @property
-    def before(self) -> "list[Turn]":
+    def before(self) -> "list[AnsweredCall]":
         """The turns of its conversation so far, oldest first."""
         turns, turn = [], self.parent
         while turn is not None:
@@ -138,25 +138,25 @@ class Ask:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class AnsweredCall:
     """A call and its answer."""
 
-    ask: Ask
+    ask: PendingCall
     name: str
     """The answer's id, as the client knows it."""
     message: Message
     completion: Completion
     answered: int
-    """On the clock of `Ask.begun`."""
+    """On the clock of `PendingCall.begun`."""
     start: int
     """The offset of its answer in its segment's ids."""
     place: int
     """The place that its conversation leads to, see `Session`."""
     turns_hash: int
-    """See `Ask.turns_hash`."""
+    """See `PendingCall.turns_hash`."""
     stop: str | None = None
     """The stop text that ended it; the message ends before it."""
-    following: Ask | None = None
+    following: PendingCall | None = None
     """The call that continues the segment."""
 
     @property
@@ -180,7 +180,9 @@ class Renderer(Protocol):
         """A conversation that nothing is known of; `first`: it is what the session began with."""
         ...
 
-    def after(self, turn: Turn, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[int]]:
+    def after(
+        self, turn: AnsweredCall, messages: Sequence[Message]
+    ) -> tuple[Sequence[Message], Sequence[int]]:
         """Renders what follows an answer: the end of its turn, the messages, the beginning of the next answer."""
         ...
 
@@ -205,12 +207,12 @@ class Session:
         """The places at which conversations with these tools begin: even numbers; other places are odd."""
         self._next: dict[tuple[int, Hashable], int] = {}
         """The place that a message leads to."""
-        self._ends: dict[int, list[Turn]] = {}
+        self._ends: dict[int, list[AnsweredCall]] = {}
         """The turns whose answers lead there, the newest one last: their texts are the same."""
-        self._said: dict[Hashable, Turn] = {}
+        self._said: dict[Hashable, AnsweredCall] = {}
         """The newest turn with this answer."""
         self._places_by_hash: dict[int, int] = {}
-        """The places of conversations up to an answer, by `Ask.turns_hash`."""
+        """The places of conversations up to an answer, by `PendingCall.turns_hash`."""
         self.system_changed = False
         """Whether a call had the turns of an earlier conversation, and other system messages."""
         self._asked: Counter[bytes] = Counter()
@@ -221,12 +223,12 @@ class Session:
         """Bytes that it takes, about."""
         self.begun = 0
         """Calls so far, those that were given up included."""
-        self.turns: list[Turn] = []
+        self.turns: list[AnsweredCall] = []
         """All that were answered, in this order."""
 
     def begin(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, is_side_call: bool = False
-    ) -> Ask:
+    ) -> PendingCall:
         """Opens a call with a conversation; `answer` or `give_up` ends it.
 
         Args:
@@ -258,7 +260,7 @@ class Session:
                 segment = self._new_segment(parent, segment.beginning, is_side_call)
             turns_hash = reduce(_hash_turns, keys[known:], parent.turns_hash)
         self.begun += 1
-        ask = Ask(
+        ask = PendingCall(
             segment=segment,
             parent=parent,
             tools=tools,
@@ -280,8 +282,14 @@ class Session:
         return ask
 
     def answer(
-        self, ask: Ask, name: str, message: Message, completion: Completion, *, stop: str | None = None
-    ) -> Turn:
+        self,
+        ask: PendingCall,
+        name: str,
+        message: Message,
+        completion: Completion,
+        *,
+        stop: str | None = None,
+    ) -> AnsweredCall:
         """Records the answer of an open call. `message` is what the client is told."""
         segment = ask.segment
         segment.ids += ask.given_ids
@@ -291,7 +299,7 @@ class Session:
             place = self._next.setdefault((place, one), 2 * len(self._next) + 1)
         turns_hash = _hash_turns(ask.turns_hash, key)
         self._places_by_hash[turns_hash] = place
-        turn = Turn(
+        turn = AnsweredCall(
             ask,
             name,
             message,
@@ -314,13 +322,13 @@ class Session:
         self.open_calls -= 1
         return turn
 
-    def give_up(self, ask: Ask) -> None:
+    def give_up(self, ask: PendingCall) -> None:
         """Ends an open call that gets no answer."""
         if ask.parent is not None and ask.parent.following is ask:
             ask.parent.following = None
         self.open_calls -= 1
 
-    def trajectory(self, turns: Sequence[Turn]) -> Trajectory:
+    def trajectory(self, turns: Sequence[AnsweredCall]) -> Trajectory:
         """Turns of a segment that go on after each other."""
         first, turn = turns[0].ask, turns[-1]
         segment = first.segment
@@ -354,7 +362,7 @@ class Session:
         self._asked[path] += 1
         return _digest([path.hex(), self._asked[path]])
 
-    def _new_segment(self, base: Turn | None, beginning: int, is_side_call: bool) -> Segment:
+    def _new_segment(self, base: AnsweredCall | None, beginning: int, is_side_call: bool) -> Segment:
         number, self._segments = self._segments, self._segments + 1
         name = f"{self.name}.{number}" if number else self.name
         return Segment(name, not number, base, beginning, is_side_call)
@@ -367,7 +375,7 @@ class Session:
 
     def _find(
         self, root: int, messages: Sequence[Message], keys: Sequence[Hashable]
-    ) -> tuple[Turn | None, int, int]:
+    ) -> tuple[AnsweredCall | None, int, int]:
         """The turn that a conversation goes on after, its place, and how many messages are known there.
 
         The turn with the most messages; of several, whose answers are the same, the newest one that nothing
@@ -403,7 +411,7 @@ class Session:
         return None, root, 0
 
 
-def _thought(turn: Turn, thoughts: Sequence[str]) -> bool:
+def _thought(turn: AnsweredCall, thoughts: Sequence[str]) -> bool:
     """Whether the thinking that a client has sent is that of a conversation.
 
     Thinking that is left out makes no other message: clients drop it, and the model has seen it.
@@ -413,7 +421,7 @@ def _thought(turn: Turn, thoughts: Sequence[str]) -> bool:
     return all(theirs in ("", own) for theirs, own in zip(thoughts, ours, strict=False))
 
 
-def _context(turn: Turn | None) -> list[int]:
+def _context(turn: AnsweredCall | None) -> list[int]:
     """Whatever the model has seen and said up to the end of a turn. A new list."""
     parts: list[list[int]] = []
     while turn is not None:
@@ -422,7 +430,7 @@ def _context(turn: Turn | None) -> list[int]:
     return parts[0] if len(parts) == 1 else [*chain.from_iterable(reversed(parts))]
 
 
-def _free_and_new(turn: Turn) -> tuple[bool, int]:
+def _free_and_new(turn: AnsweredCall) -> tuple[bool, int]:
     return turn.following is None, turn.answered
 
 

@@ -12,7 +12,7 @@ from rollstream.serving.model import ServedModel
 from rollstream.serving.native import NativeRoutes
 from rollstream.serving.openai import OpenAIRoutes
 from rollstream.serving.service import EngineService
-from rollstream.web import Access, Limits, Route, WebServer
+from rollstream.web import Access, Route, ServerLimits, WebServer
 
 MAX_BODY = 64 * 2**20
 """Bytes. A batch of 64 prompts of 100,000 ids is 40 MB of JSON; more is a mistake."""
@@ -63,7 +63,7 @@ class Server:
             # A client that goes away aborts its request.
             (replace(route, cancel_when_gone=True) for route in routes),
             access=access or Access(),
-            limits=Limits(max_body=MAX_BODY, max_connections=max_queue + _SPARE_CONNECTIONS),
+            limits=ServerLimits(max_body=MAX_BODY, max_connections=max_queue + _SPARE_CONNECTIONS),
             translate=refusal_of,
             render_error=render_error,
             on_answer=self._count,

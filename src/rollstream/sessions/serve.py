@@ -23,7 +23,7 @@ from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.prompts import PromptDataset
 from rollstream.errors import ConfigError
 from rollstream.gateway.app import SESSION_SHARE, Endpoint
-from rollstream.gateway.recorder import Limits
+from rollstream.gateway.recorder import SessionLimits
 from rollstream.generation.identity import build_identity
 from rollstream.generation.logs import log_to_file
 from rollstream.generation.plan import make_plan, manifest_for, peek_manifest
@@ -36,8 +36,7 @@ from rollstream.stop_signals import StoppedEarly, StopSignals, stop_signals
 from rollstream.store.manifest import Manifest
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run
 from rollstream.store.writer import StoreWriter
-from rollstream.web import Access, WebServer
-from rollstream.web import Limits as ServerLimits
+from rollstream.web import Access, ServerLimits, WebServer
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +175,7 @@ async def _serve(
         sink,
         endpoint,
         train_side_calls=settings.gateway.train_side_calls,
-        limits=Limits(settings.gateway.max_calls, settings.gateway.max_bytes),
+        limits=SessionLimits(settings.gateway.max_calls, settings.gateway.max_bytes),
         engine_wait=settings.generation.engine_timeout,
         expire_s=options.expire_seconds,
         max_sessions=options.max_sessions,

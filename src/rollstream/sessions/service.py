@@ -40,7 +40,7 @@ from rollstream.chat.wires.requests import refusal_of
 from rollstream.errors import ConfigError, EngineError, RollstreamError, StorageError, TransientError
 from rollstream.gateway.agents import Outcome, finished
 from rollstream.gateway.app import Endpoint
-from rollstream.gateway.recorder import Limits, Recorder
+from rollstream.gateway.recorder import Recorder, SessionLimits
 from rollstream.metrics_text import family, metrics_page
 from rollstream.store.records import EncodingError
 from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory
@@ -262,7 +262,7 @@ class SessionService:
         endpoint: Endpoint,
         *,
         train_side_calls: bool = False,
-        limits: Limits = Limits(),  # noqa: B008 (frozen)
+        limits: SessionLimits = SessionLimits(),  # noqa: B008 (frozen)
         engine_wait: float = 0.0,
         expire_s: float = 3600.0,
         max_sessions: int = 1024,

@@ -15,7 +15,7 @@ from rollstream.errors import ConfigError, EngineError
 from rollstream.gateway import command_agent
 from rollstream.gateway.agents import read_options
 from rollstream.gateway.command_agent import CommandAgent
-from rollstream.gateway.sandbox import LocalSandbox
+from rollstream.gateway.sandbox import Sandbox
 from rollstream.reward.base import FunctionReward
 from rollstream.rollout.setup import load_agents
 from rollstream.testing.scripted import ScriptedRequest
@@ -142,13 +142,13 @@ async def test_a_disk_that_is_full_for_a_while_fails_no_rollout(
 ) -> None:
     faults = [OSError(errno.ENOSPC, "No space left on device")]
 
-    class Full(LocalSandbox):
+    class Full(Sandbox):
         def _put(self, path: str, data: bytes) -> None:
             if faults:
                 raise faults.pop()
             super()._put(path, data)
 
-    monkeypatch.setattr(command_agent, "LocalSandbox", Full)
+    monkeypatch.setattr(command_agent, "Sandbox", Full)
     command = program(tmp_path, ANSWERS + "result(reward=1)")
     worker = command_worker(await started(says("so")), command, max_attempts=2)
     assert completed(await worker.run(make_row(), 0)).final.reward == 1.0

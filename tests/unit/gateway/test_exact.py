@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.errors import DataError
-from rollstream.gateway.recorder import Call, Limits, Recorder
+from rollstream.gateway.recorder import Call, Recorder, SessionLimits
 from rollstream.rollout.validate import check_trajectories
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
 from rollstream.trajectory import Message, Trajectory
@@ -163,7 +163,7 @@ async def test_a_history_of_the_clients_making_is_counted() -> None:
 
 async def test_a_session_is_bounded() -> None:
     engine = await started(response_tokens=6)
-    for limits in (Limits(calls=2), Limits(bytes=4500)):
+    for limits in (SessionLimits(calls=2), SessionLimits(bytes=4500)):
         recorder, _ = recorder_of(engine, limits=limits)
         for _ in range(2):
             await ask(recorder, [user("q")])

@@ -14,8 +14,8 @@ import pytest
 
 from rollstream.errors import ConfigError, DataError
 from rollstream.gateway.sandbox import (
-    Ended,
-    LocalSandbox,
+    ExitStatus,
+    Sandbox,
     SandboxOptions,
     check_sandbox,
     program_environment,
@@ -40,14 +40,11 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-async def run(folder: Path, script: str, env: Mapping[str, str] | None = None, **options: Any) -> Ended:
+async def run(folder: Path, script: str, env: Mapping[str, str] | None = None, **options: Any) -> ExitStatus:
     """Runs a script of the shell in a sandbox."""
-    sandbox = LocalSandbox(SandboxOptions(**options), folder)
-    await sandbox.start(None)
-    try:
-        return await sandbox.run(["sh", "-c", script], {**program_environment(), **(env or {})}, PATIENCE_S)
-    finally:
-        await sandbox.stop()
+    sandbox = Sandbox(SandboxOptions(**options), folder)
+    sandbox.start(None)
+    return await sandbox.run(["sh", "-c", script], {**program_environment(), **(env or {})}, PATIENCE_S)
 
 
 async def test_it_ends_like_its_command_and_its_output_is_bounded(tmp_path: Path, kind: str) -> None:
@@ -199,8 +196,8 @@ async def test_a_reward_runs_its_test_on_what_a_program_left(tmp_path: Path, kin
 
 
 async def test_results_are_read_over_no_link(tmp_path: Path) -> None:
-    sandbox = LocalSandbox(SandboxOptions(), tmp_path)
-    await sandbox.start(None)
+    sandbox = Sandbox(SandboxOptions(), tmp_path)
+    sandbox.start(None)
     (tmp_path / "secret").write_text("mine")
     io = tmp_path / "io"
     (io / "link").symlink_to(tmp_path / "secret")
@@ -259,10 +256,9 @@ async def test_container_engines_are_told_image_mounts_limits_and_network(
     check_sandbox(options)
     root, socket = tmp_path / "root", tmp_path / "gateway"
     socket.touch()
-    sandbox = LocalSandbox(options, root, secrets=["sesame"], socket=socket)
-    inner = await sandbox.start("http://127.0.0.1:1234")
+    sandbox = Sandbox(options, root, secrets=["sesame"], socket=socket)
+    inner = sandbox.start("http://127.0.0.1:1234")
     await sandbox.run(["my-agent", "--fast"], {"OPENAI_API_KEY": "sesame", "PATH": "/x"}, PATIENCE_S)
-    await sandbox.stop()
     calls = [orjson.loads(line) for line in log.read_text().splitlines()]
     (call,) = [call for call in calls if "my-agent" in call["words"]]
     words = " ".join(call["words"])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.gateway.branches import find_branches
-from rollstream.gateway.sessions import Ask, Session, Turn
+from rollstream.gateway.sessions import AnsweredCall, PendingCall, Session
 from rollstream.trajectory import Completion, Message, Trajectory
 
 CLOSE, OPEN = 1, 2
@@ -24,7 +24,7 @@ class Plain:
     ) -> tuple[Sequence[Message], list[int]]:
         return messages, [len(tools), *self.ids(messages), OPEN]
 
-    def after(self, turn: Turn, messages: Sequence[Message]) -> tuple[Sequence[Message], list[int]]:
+    def after(self, turn: AnsweredCall, messages: Sequence[Message]) -> tuple[Sequence[Message], list[int]]:
         return messages, [CLOSE, *self.ids(messages), OPEN]
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
@@ -47,10 +47,10 @@ class Client:
     prompts: dict[str, list[int]] = field(default_factory=dict)
     sampled: dict[str, list[int]] = field(default_factory=dict)
 
-    def begin(self, messages: Sequence[Message], *tools: dict[str, Any]) -> Ask:
+    def begin(self, messages: Sequence[Message], *tools: dict[str, Any]) -> PendingCall:
         return self.session.begin(list(messages), list(tools))
 
-    def answer(self, ask: Ask, length: int = 2, version: int = 0, **said: Any) -> Message:
+    def answer(self, ask: PendingCall, length: int = 2, version: int = 0, **said: Any) -> Message:
         """Answers an open call; returns the answer's message."""
         number = len(self.sampled)
         ids = [10_000 + 10 * number + at for at in range(length)]
@@ -84,7 +84,7 @@ class Client:
         assert not (owed if kept is None else kept & owed.keys())
         return found
 
-    def parent_of(self, messages: Sequence[Message], tools: Sequence[Any]) -> Turn | None:
+    def parent_of(self, messages: Sequence[Message], tools: Sequence[Any]) -> AnsweredCall | None:
         """What a call goes on after, by comparing it with every conversation there is."""
         found = []
         for at, turn in enumerate(self.session.turns):
@@ -147,7 +147,7 @@ def test_any_calls_are_exact(steps: list[tuple[str, int, int, str | None, int]],
     """A call takes an earlier conversation, cuts it off or edits it, and adds something; many are open at once."""
     client = Client()
     histories: list[list[Message]] = [[]]
-    calls: list[tuple[list[Message], Ask]] = []
+    calls: list[tuple[list[Message], PendingCall]] = []
     for verb, which, cut, edited, word in steps:
         if verb == "begin":
             history = histories[which % len(histories)]

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from rollstream.web import Limits
+from rollstream.web import ServerLimits
 from tests.support.buffer import SPOILS_2, Served, generator, group, item, large_item, served, served_job
 
 NOTHING: dict[str, Any] = {"data": [], "meta_info": {}}
@@ -152,7 +152,7 @@ async def test_bad_requests(tmp_path: Path) -> None:
 
 
 async def test_too_large_is_refused_while_it_comes(tmp_path: Path) -> None:
-    async with served(tmp_path, http_limits=Limits(max_body=100_000)) as buffer:
+    async with served(tmp_path, http_limits=ServerLimits(max_body=100_000)) as buffer:
 
         async def in_parts() -> Any:
             for _ in range(400):
