@@ -25,10 +25,10 @@ from rollstream.generation.trackers import Staged, TrackedRun
 from rollstream.store.run_dir import lock_run
 from rollstream.store.validate import validate_run
 from rollstream.testing.stub_faults import Latency
-from tests.faults.runs import overrides, stub_in_thread, write_prompts
+from tests.faults.runs import stub_in_thread
 from tests.integration.test_generation import PAIRS, config, write_sums
-from tests.support.until import until, wait_until
-from tests.unit.generation.test_trackers import Recorder, Stuck
+from tests.support.until import until
+from tests.unit.generation.test_trackers import Recorder
 from tests.unit.integrations.tracking.test_tensorboard import scalars
 
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {}\n"
@@ -107,24 +107,6 @@ def test_a_port_in_use_is_refused_before_anything_is_made(run: dict[str, Any], t
         assert cli(["generate", "--config", str(path), "--dry-run"]) == 2
     assert not (tmp_path / "run").exists()
     assert cli(["generate", "--config", str(path), "--dry-run"]) == 0
-
-
-@pytest.mark.parametrize("where", ["open", "close"])
-def test_a_tracker_that_hangs_costs_a_run_nothing_but_the_flush(
-    run: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    stuck, good = Stuck(where), Recorder()
-    with_trackers(monkeypatch, stuck=stuck, good=good)
-    monkeypatch.setattr(trackers, "FLUSH_S", 2.0)
-    try:
-        with caplog.at_level(logging.WARNING, "rollstream"):
-            result = run_generation(run)
-        assert (result.completed, result.exit_code, result.artifact_rows) == (24, 0, 24)
-        assert caplog.text.count("tracker stuck is switched off") == 1
-        assert good.ended is True
-        assert good.figures[-1]["progress/done"] == 24
-    finally:
-        stuck.release.set()
 
 
 class Late(Recorder):
@@ -349,56 +331,4 @@ def test_wandb_offline_from_the_command_line(
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert cli(["export", str(tmp_path / "run"), "--format", "jsonl", "--upload"]) == 2
     assert cli(["export", str(tmp_path / "run"), "--format", "zip", "--upload", "no name"]) == 2
-    later = [
-        sys.executable,
-        "-m",
-        "rollstream.cli",
-        "export",
-        str(tmp_path / "run"),
-        "--format",
-        "zip",
-        "--upload",
-    ]
-    done = subprocess.run(
-        later, env=env | {"WANDB_MODE": "offline"}, capture_output=True, text=True, timeout=100
-    )
-    assert "uploaded: staged offline" in done.stdout, done.stderr
     assert validate_run(tmp_path / "run").sound
-
-
-def has_done(content: bytes) -> bool:
-    """Whether a whole line says that something is done, but not all."""
-    whole = content[: content.rfind(b"\n") + 1].splitlines()
-    return bool(whole) and 0 < orjson.loads(whole[-1])["progress/done"] < 300
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_in_the_same_tracks(tmp_path: Path) -> None:
-    prompts = write_prompts(tmp_path / "prompts.jsonl", 300)
-    root = tmp_path / "run"
-    with stub_in_thread(response_tokens=32, latency=Latency("fixed", 0.5)) as server:
-        words = overrides(root, prompts, server.url, trainer__logger="[jsonl]", generation__max_in_flight=8)
-        script = (
-            "import sys\nfrom rollstream.generation import trackers\n"
-            "trackers.Reporter.__init__.__kwdefaults__['every'] = 0.05\n"
-            "from rollstream.generation.main import main\nsys.exit(main(sys.argv[1:]))\n"
-        )
-        process = subprocess.Popen([sys.executable, "-c", script, *words], stderr=subprocess.DEVNULL)
-        metrics = root / "logs" / "metrics.jsonl"
-        try:
-            wait_until(lambda: metrics.exists() and has_done(metrics.read_bytes()))
-        finally:
-            process.kill()
-            process.wait(20)
-        before = metrics.read_bytes()
-        assert has_done(before)
-        server.latency = Latency()
-        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-    assert metrics.read_bytes().startswith(before)
-    found = lines(root)
-    steps = [line["step"] for line in found]
-    assert steps == sorted(set(steps))
-    counts = [line["progress/done"] for line in found]
-    assert counts == sorted(counts)
-    assert counts[-1] == 300

@@ -74,7 +74,6 @@ class Tracker(Protocol):
 
     def check(self) -> None:
         """Raises `ConfigError` when it could not work here, with the command that installs what is missing."""
-        ...
 
     def open(self, run: TrackedRun) -> int | None:
         """Begins, or goes on with what there is of this run.
@@ -94,7 +93,6 @@ class Tracker(Protocol):
 
     def abandon(self) -> None:
         """Called from another thread when it hangs and is left behind; must not block."""
-        ...
 
 
 class Staged(str):
@@ -118,11 +116,8 @@ def load_trackers(names: Iterable[str]) -> dict[str, Tracker]:
 
     Raises `ConfigError` for a name that does not exist.
     """
-    return {
-        name: plugins.load("rollstream.trackers", name)()
-        for name in dict.fromkeys(names)
-        if name != "console"
-    }
+    kept = [name for name in dict.fromkeys(names) if name != "console"]
+    return {name: plugins.load("rollstream.trackers", name)() for name in kept}
 
 
 def load_uploader() -> Uploader:
@@ -144,21 +139,15 @@ def check_trackers(names: Iterable[str], *, upload: bool = False) -> None:
 
 
 def tracked_run(run_dir: Path, manifest: Manifest, config: Mapping[str, Any] | None = None) -> TrackedRun:
-    """What trackers are told of a run; `config`: its configuration now, by default that of the manifest."""
+    """The facts about a run; `config`: its configuration now, by default that of the manifest."""
     config = manifest.config if config is None else config
     about = {
         "run_id": manifest.run_id,
         "run_dir": str(run_dir.absolute()),
         "versions": dict(manifest.versions),
     }
-    trainer = config["trainer"]
-    return TrackedRun(
-        manifest.run_id,
-        str(trainer["project_name"]),
-        str(trainer["experiment_name"]),
-        {**redact(config), "rollstream": about},
-        run_dir,
-    )
+    project, name = str(config["trainer"]["project_name"]), str(config["trainer"]["experiment_name"])
+    return TrackedRun(manifest.run_id, project, name, {**redact(config), "rollstream": about}, run_dir)
 
 
 class TrackerThread:
@@ -168,14 +157,13 @@ class TrackerThread:
         self.name = name
         self.tracker = tracker
         self.dropped = 0
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the thread has, or is left behind."""
         self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        """Done when the thread has, or is left behind."""
         self._queue: queue.Queue[tuple[Mapping[str, float], int] | bool] = queue.Queue(QUEUE_REPORTS)
         """Reports with their steps; at last, whether the run succeeded."""
-        threading.Thread(
-            target=self._work, args=(run,), name=f"rollstream-tracker-{name}", daemon=True
-        ).start()
+        label = f"rollstream-tracker-{name}"
+        threading.Thread(target=self._work, args=(run,), name=label, daemon=True).start()
 
     def _work(self, run: TrackedRun) -> None:
         is_open = False
@@ -192,7 +180,7 @@ class TrackerThread:
             if not self.ended.done():
                 self.tracker.close(succeeded=report)
         except BaseException as error:  # SystemExit of a library, too: it is the thread's, not the program's
-            self._say_off(f"{type(error).__name__}: {error}")
+            self._log_off(f"{type(error).__name__}: {error}")
             if is_open:  # what it took before may still be written
                 with contextlib.suppress(BaseException):
                     self.tracker.close(succeeded=False)
@@ -219,7 +207,7 @@ class TrackerThread:
 
     def leave(self, why: str) -> None:
         """Leaves it behind: it hangs."""
-        self._say_off(why)
+        self._log_off(why)
         self._end()
         with contextlib.suppress(Exception):  # somebody else's, and of no use any more
             self.tracker.abandon()
@@ -228,7 +216,7 @@ class TrackerThread:
         if not self.ended.done():
             self.ended.set_result(None)
 
-    def _say_off(self, why: str) -> None:
+    def _log_off(self, why: str) -> None:
         if not self.ended.done():
             logger.warning("tracker %s is switched off, the run goes on without it: %s", self.name, why)
 
@@ -274,22 +262,12 @@ class Reporter:
             logger.info("metrics for Prometheus: %s/metrics", url)
 
     def begin(self, run: TrackedRun, created: str) -> None:
-        """Opens the trackers; waits for none.
-
-        Args:
-            run: told to them.
-            created: when the run was, UTC in ISO 8601: steps are the seconds since then.
-        """
+        """Opens the trackers; waits for none. Steps are the seconds since `created`, UTC in ISO 8601."""
         self._created = calendar.timegm(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ"))
         self.threads = {name: TrackerThread(name, one, run) for name, one in self._trackers.items()}
 
     async def run(self, observe: Callable[[], Snapshot], engine: object) -> None:
-        """Reports now and then until cancelled.
-
-        Args:
-            observe: how the run goes now.
-            engine: asked how busy it is.
-        """
+        """Reports now and then until cancelled: how the run goes (`observe`), how busy the engine is."""
         self._observe = observe
         self._last = observe()
         self._base = self._last.done + self._last.failed
@@ -307,18 +285,14 @@ class Reporter:
     def sealed(self, *, unsealed_rows: int, saved_batches: int) -> None:
         """The last report: all is on disk, in so many batches."""
         if self._last is not None:
-            self._report(
-                replace(self._last, in_flight=0, unsealed_rows=unsealed_rows, saved_batches=saved_batches)
-            )
+            last = replace(self._last, in_flight=0)
+            self._report(replace(last, unsealed_rows=unsealed_rows, saved_batches=saved_batches))
 
     async def close(self, *, succeeded: bool, stop: asyncio.Event) -> None:
         """Lets trackers write what is left, for a bounded time, and leaves behind those that hang.
 
-        May be called twice: the second time does nothing.
-
-        Args:
-            succeeded: told to the trackers.
-            stop: somebody waits for the process to end: the time is short then, also if that comes meanwhile.
+        May be called twice: the second time does nothing. When `stop` is or gets set, somebody waits for the
+        process to end, and the time is short.
         """
         threads, self.threads = self.threads, {}
         if not threads:
@@ -326,14 +300,13 @@ class Reporter:
         began = time.monotonic()
         for thread in threads.values():
             thread.close(succeeded=succeeded)
-        stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         ended: asyncio.Future[Any] = asyncio.gather(*(thread.ended for thread in threads.values()))
-        try:
+        async with asyncio.TaskGroup() as tasks:
+            stopping: asyncio.Future[Any] = tasks.create_task(stop.wait())
             await asyncio.wait({ended, stopping}, timeout=FLUSH_S, return_when=asyncio.FIRST_COMPLETED)
-            if stop.is_set():
-                await asyncio.wait({ended}, timeout=FLUSH_STOPPED_S)
-        finally:
             stopping.cancel()
+        if stop.is_set():
+            await asyncio.wait({ended}, timeout=FLUSH_STOPPED_S)
         for thread in threads.values():
             if not thread.ended.done():
                 thread.leave(f"it did not end within {time.monotonic() - began:.0f} s of the run's end")

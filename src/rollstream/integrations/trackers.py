@@ -20,33 +20,12 @@ from typing import IO, Any, ClassVar
 import orjson
 
 from rollstream.errors import ConfigError
-from rollstream.generation.trackers import Staged, TrackedRun
+from rollstream.generation.trackers import Staged, TrackedRun, Tracker
 
 logger = logging.getLogger(__name__)
 
 
-def _check_package(package: str, wanted_by: str) -> None:
-    """Raises `ConfigError` with what to do when a package is not there, or cannot be imported.
-
-    Args:
-        package: its name, which is that of the extra as well.
-        wanted_by: the setting that asks for it.
-    """
-    install = f"pip install 'rollstream[{package}]'"
-    spec = importlib.util.find_spec(package)
-    # A folder of that name, as W&B leaves one where it ran, is no package.
-    if spec is None or spec.origin is None:
-        raise ConfigError(f"{wanted_by} needs {package}, which is not installed here: {install}")
-    try:
-        importlib.import_module(package)
-    except Exception as error:
-        raise ConfigError(
-            f"{wanted_by}: {package} cannot be imported ({type(error).__name__}: {error}); it does not fit "
-            f"another package here: {install} --upgrade"
-        ) from error
-
-
-class JsonLinesTracker:
+class JsonLinesTracker(Tracker):
     """Appends a line a report to `logs/metrics.jsonl` of the run directory: `step`, `time`, the figures.
 
     For scripts, and where no tracker is at hand. A line is written whole and at once; a kill leaves at most a
@@ -56,11 +35,7 @@ class JsonLinesTracker:
     _TAIL_BYTES = 1 << 16
     """Read to find the last line: a line has some 2 KB."""
 
-    def __init__(self) -> None:
-        self._file: IO[bytes] | None = None
-
-    def check(self) -> None:
-        """Nothing can be missing."""
+    _file: IO[bytes]
 
     def open(self, run: TrackedRun) -> int | None:
         path = run.run_dir / "logs" / "metrics.jsonl"
@@ -71,42 +46,51 @@ class JsonLinesTracker:
         if lines[-1]:
             self._file.write(b"\n")
         for line in reversed(lines):
-            try:
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line, or not ours
                 return int(orjson.loads(line)["step"])
-            except (ValueError, KeyError, TypeError):  # a torn line, or not ours
-                continue
         return None
 
     def log(self, figures: Mapping[str, float], *, step: int) -> None:
-        assert self._file is not None
         line = {"step": step, "time": round(time.time(), 3), **figures}
         data = orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
         if self._file.write(data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._file.name)
 
     def close(self, *, succeeded: bool) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def abandon(self) -> None:
-        """Nothing of it holds up a process."""
+        self._file.close()
 
 
-class TensorBoardTracker:
+class PackageTracker(Tracker):
+    """A tracker by a package, whose extra has its name; `_run` is what the package calls a run."""
+
+    package: ClassVar[str]
+    _run: Any = None
+
+    def check(self) -> None:
+        install = f"pip install 'rollstream[{self.package}]'"
+        spec = importlib.util.find_spec(self.package)
+        # A folder of that name, as W&B leaves one where it ran, is no package.
+        if spec is None or spec.origin is None:
+            raise ConfigError(f"tracker {self.package} is not installed here: {install}")
+        try:
+            importlib.import_module(self.package)
+        except Exception as error:
+            raise ConfigError(
+                f"tracker {self.package} cannot be imported ({type(error).__name__}: {error}): {install} --upgrade"
+            ) from error
+
+    def log(self, figures: Mapping[str, float], *, step: int) -> None:
+        self._run.log(dict(figures), step=step)
+
+
+class TensorBoardTracker(PackageTracker):
     """Writes scalars into `logs/tensorboard` of the run directory: no torch, no TensorFlow.
 
     With `TENSORBOARD_DIR` in the environment, into `<project>/<name>-<run id>` below that, so that many runs
     are shown side by side.
     """
 
-    _FLUSH_S = 10
-    """What is shown while a run goes on is at most this old."""
-
-    def __init__(self) -> None:
-        self._writer: Any = None
-
-    def check(self) -> None:
-        _check_package("tensorboard", "trainer.logger=[tensorboard]")
+    package = "tensorboard"
 
     def open(self, run: TrackedRun) -> int | None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -114,7 +98,7 @@ class TensorBoardTracker:
         folder = run.run_dir / "logs" / "tensorboard"
         if shared := os.environ.get("TENSORBOARD_DIR"):
             folder = Path(shared) / run.project / f"{run.name}-{run.run_id[:8]}"
-        self._writer = EventFileWriter(str(folder), flush_secs=self._FLUSH_S)
+        self._run = EventFileWriter(str(folder))
         return None
 
     def log(self, figures: Mapping[str, float], *, step: int) -> None:
@@ -122,28 +106,21 @@ class TensorBoardTracker:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=float(value)) for name, value in figures.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._run.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         # Its own thread writes now and then, and keeps quiet about a full disk: so it is asked each time.
-        self._writer.flush()
+        self._run.flush()
 
     def close(self, *, succeeded: bool) -> None:
-        self._writer.close()
-
-    def abandon(self) -> None:
-        """Its threads are daemons."""
+        self._run.close()
 
 
-class TrackioTracker:
+class TrackioTracker(PackageTracker):
     """A run of the project `trainer.project_name`, named after the experiment and the run's id.
 
     It is kept in a database of one's own, by `TRACKIO_DIR`; or in a Space, as Trackio's environment says.
     """
 
-    def __init__(self) -> None:
-        self._run: Any = None
-
-    def check(self) -> None:
-        _check_package("trackio", "trainer.logger=[trackio]")
+    package = "trackio"
 
     def open(self, run: TrackedRun) -> int | None:
         import trackio
@@ -161,32 +138,20 @@ class TrackioTracker:
         following = getattr(self._run, "_next_step", None)
         return following - 1 if isinstance(following, int) and following > 0 else None
 
-    def log(self, figures: Mapping[str, float], *, step: int) -> None:
-        self._run.log(dict(figures), step=step)
-
     def close(self, *, succeeded: bool) -> None:
         self._run.finish()
 
-    def abandon(self) -> None:
-        """Its threads are daemons, and its own end is bounded."""
 
-
-class MlflowTracker:
+class MlflowTracker(PackageTracker):
     """A run of the MLflow experiment `trainer.project_name`, found again by a tag with the run's id.
 
     Where it is kept: as MLflow's environment says, by default `mlflow.db` in the working directory.
     """
 
+    package = "mlflow"
     _TAG = "rollstream.run_id"
     _PARAMS_AT_ONCE, _PARAM_CHARACTERS = 100, 500
     """Limits of its servers, old ones included."""
-
-    def __init__(self) -> None:
-        self._client: Any = None
-        self._run_id = ""
-
-    def check(self) -> None:
-        _check_package("mlflow", "trainer.logger=[mlflow]")
 
     def open(self, run: TrackedRun) -> int | None:
         from mlflow import MlflowClient
@@ -198,17 +163,16 @@ class MlflowTracker:
             client.create_experiment(run.project)
         experiments = [client.get_experiment_by_name(run.project).experiment_id]
         if known := client.search_runs(experiments, f"tags.`{self._TAG}` = '{run.run_id}'"):
-            self._run_id = known[0].info.run_id
-            client.update_run(self._run_id, "RUNNING")
-            points = client.get_metric_history(self._run_id, "progress/done")
+            self._run = known[0].info.run_id
+            client.update_run(self._run, "RUNNING")
+            points = client.get_metric_history(self._run, "progress/done")
             return max((point.step for point in points), default=None)
-        made = client.create_run(experiments[0], tags={self._TAG: run.run_id}, run_name=run.name)
-        self._run_id = made.info.run_id
-        params = [
-            Param(self._name(key), str(value)[: self._PARAM_CHARACTERS]) for key, value in _leaves(run.config)
-        ]
+        created = client.create_run(experiments[0], tags={self._TAG: run.run_id}, run_name=run.name)
+        self._run = created.info.run_id
+        leaves = _leaves(run.config)
+        params = [Param(self._name(key), str(value)[: self._PARAM_CHARACTERS]) for key, value in leaves]
         for first in range(0, len(params), self._PARAMS_AT_ONCE):
-            client.log_batch(self._run_id, params=params[first : first + self._PARAMS_AT_ONCE])
+            client.log_batch(self._run, params=params[first : first + self._PARAMS_AT_ONCE])
         return None
 
     def log(self, figures: Mapping[str, float], *, step: int) -> None:
@@ -216,13 +180,10 @@ class MlflowTracker:
 
         now = int(time.time() * 1000)
         points = [Metric(self._name(name), float(value), now, step) for name, value in figures.items()]
-        self._client.log_batch(self._run_id, metrics=points)
+        self._client.log_batch(self._run, metrics=points)
 
     def close(self, *, succeeded: bool) -> None:
-        self._client.set_terminated(self._run_id, "FINISHED" if succeeded else "FAILED")
-
-    def abandon(self) -> None:
-        """It has no threads."""
+        self._client.set_terminated(self._run, "FINISHED" if succeeded else "FAILED")
 
     @staticmethod
     def _name(name: str) -> str:
@@ -238,19 +199,13 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-class SwanlabTracker:
+class SwanlabTracker(PackageTracker):
     """A SwanLab run whose id is the run's, so that a resume goes on; offline each process leaves a folder.
 
     Where its files lie: as SwanLab's environment says, or else `logs/swanlab` of the run directory.
     """
 
-    _FOLDERS = ("SWANLAB_LOG_DIR", "SWANLAB_LOGDIR")
-
-    def __init__(self) -> None:
-        self._run: Any = None
-
-    def check(self) -> None:
-        _check_package("swanlab", "trainer.logger=[swanlab]")
+    package = "swanlab"
 
     def open(self, run: TrackedRun) -> int | None:
         import swanlab
@@ -262,35 +217,37 @@ class SwanlabTracker:
             terminal={"proxy_type": "none"},
             probe={name: False for name, about in looks.items() if about.annotation is bool},
         )
+        has_folder = any(map(os.environ.get, ("SWANLAB_LOG_DIR", "SWANLAB_LOGDIR")))
         self._run = swanlab.init(
             project=re.sub(r"[^0-9a-zA-Z_\-+.]", "-", run.project),
             name=run.name,
             id=run.run_id,
             resume="allow",
             config=dict(run.config),
-            log_dir=None if any(map(os.environ.get, self._FOLDERS)) else run.run_dir / "logs" / "swanlab",
+            log_dir=None if has_folder else run.run_dir / "logs" / "swanlab",
             settings=settings,
         )
         return None
 
-    def log(self, figures: Mapping[str, float], *, step: int) -> None:
-        self._run.log(dict(figures), step=step)
-
     def close(self, *, succeeded: bool) -> None:
-        self._run.finish(*(("success",) if succeeded else ("crashed", "the run ended with an error")))
+        if succeeded:
+            self._run.finish("success")
+        else:
+            self._run.finish("crashed", "the run ended with an error")
 
     def abandon(self) -> None:
         """Keeps it from sending the rest when the interpreter ends: there is no public way to."""
-        if (ends := getattr(self._run, "_handle_atexit", None)) is not None:
-            atexit.unregister(ends)
+        if (at_exit := getattr(self._run, "_handle_atexit", None)) is not None:
+            atexit.unregister(at_exit)
 
 
-class WandbTracker:
+class WandbTracker(PackageTracker):
     """A W&B run of its own, also where the process has one already; its id is the run's, so a resume goes on.
 
     Where its files lie: `WANDB_DIR`, or else `logs/` of the run directory.
     """
 
+    package = "wandb"
     _WAIT_S = 3600
     """For W&B to have taken an artifact, after its bytes were sent; nothing is lost when it takes longer."""
 
@@ -301,13 +258,7 @@ class WandbTracker:
         "disable_git": True,  # a remote's URL may hold one, too
         "disable_code": True,
     }
-    """W&B looks around in the process by itself; it is told what it is told."""
-
-    def __init__(self) -> None:
-        self._run: Any = None
-
-    def check(self) -> None:
-        _check_package("wandb", "trainer.logger=[wandb] or generation.upload_artifact")
+    """Settings that keep W&B from looking around in the process."""
 
     def check_login(self) -> None:
         import wandb
@@ -328,27 +279,22 @@ class WandbTracker:
         self._run.define_metric("*", step_metric="progress/done")
         if not self._run.offline and self._run.url:  # to ask for it offline puts a warning on the terminal
             logger.info("W&B: %s", self._run.url)
-        following = int(self._run.step)
-        return following - 1 if following > 0 else None
+        return int(self._run.step) - 1 if self._run.step > 0 else None
 
     def log(self, figures: Mapping[str, float], *, step: int) -> None:
         self._run.log(dict(figures), step=step, commit=True)
 
     def close(self, *, succeeded: bool) -> None:
         run, self._run = self._run, None
-        if run is not None:
-            run.finish(exit_code=0 if succeeded else 1)
+        run.finish(exit_code=0 if succeeded else 1)
 
     def abandon(self) -> None:
         """Keeps W&B from waiting, without an end, when the interpreter ends; a run of somebody else's may."""
         import wandb
 
-        if wandb.run is not None:
-            return
         # There is no public way to end without a wait. Its process ends with this one.
-        connection = getattr(wandb.setup(), "_connection", None)
-        forget_exit = getattr(connection, "_cleanup", None)
-        if forget_exit is not None:
+        forget_exit = getattr(getattr(wandb.setup(), "_connection", None), "_cleanup", None)
+        if wandb.run is None and forget_exit is not None:
             forget_exit()
 
     def upload(self, run: TrackedRun, file: Path, name: str) -> str:
@@ -362,10 +308,8 @@ class WandbTracker:
         """
         import wandb
 
-        owned = None
-        target = wandb.run or self._run
-        if target is None:
-            target = owned = self._init(run, job_type="upload")
+        active = wandb.run or self._run
+        target = active or self._init(run, job_type="upload")
         try:
             about = {"run_id": run.run_id, "name": run.name}
             artifact = wandb.Artifact(name, type="trajectories", metadata=about)
@@ -378,8 +322,8 @@ class WandbTracker:
             logged.wait(timeout=self._WAIT_S)
             return str(logged.qualified_name)
         finally:
-            if owned is not None:
-                owned.finish()
+            if active is None:
+                target.finish()
 
     def _init(self, run: TrackedRun, *, job_type: str) -> Any:
         import wandb

@@ -1,4 +1,4 @@
-"""verl's configuration for a run, and the other way round; and what of verl decides the data of a run.
+"""verl's configuration for a run, and the other way round; and the part of verl in a run's identity.
 
 Most keys have the same name on both sides. A key that rollstream has is rollstream's to set, so that one
 place says what a run does and the run's identity knows it.
@@ -38,55 +38,49 @@ NO_ROUTER = (
 _KEY = "generation.verl_overrides"
 _MODEL, _ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 
+
+def _keys(prefix: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}.{name}" for name in names.split())
+
+
 _TURNS = (
-    *("max_assistant_turns", "max_user_turns", "format", "max_parallel_calls"),
-    *("max_tool_response_length", "tool_response_truncate_side"),
+    "max_assistant_turns",
+    "max_user_turns",
+    "format",
+    "max_parallel_calls",
+    "max_tool_response_length",
+    "tool_response_truncate_side",
 )
 
 _LOOPS = (
-    *(f"{_MODEL}.{name}" for name in ("tokenizer_path", "trust_remote_code")),
-    *(
-        f"{_ROLLOUT}.{name}"
-        for name in ("temperature", "top_p", "top_k", "ignore_eos", "calculate_log_probs")
-    ),
-    *(f"{_ROLLOUT}.{name}" for name in ("prompt_length", "response_length", "max_model_len")),
-    *(f"{_ROLLOUT}.multi_turn.{name}" for name in _TURNS),
-    *("data.max_prompt_length", "data.apply_chat_template_kwargs"),
+    *_keys(_MODEL, "tokenizer_path trust_remote_code"),
+    *_keys(_ROLLOUT, "temperature top_p top_k ignore_eos calculate_log_probs"),
+    *_keys(_ROLLOUT, "prompt_length response_length max_model_len"),
+    *_keys(f"{_ROLLOUT}.multi_turn", " ".join(_TURNS)),
+    *_keys("data", "max_prompt_length apply_chat_template_kwargs"),
 )
 """Keys that mean the same on both sides, also where verl's configuration comes first."""
 
-_TOOLS = (f"{_ROLLOUT}.multi_turn.tool_config_path", f"{_ROLLOUT}.multi_turn.function_tool_path")
+_TOOLS = _keys(f"{_ROLLOUT}.multi_turn", "tool_config_path function_tool_path")
 
 _RUN = (
-    *(f"{_ROLLOUT}.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "data")),
-    *(f"{_ROLLOUT}.{name}" for name in ("n", "dtype", "load_format", "agent.default_agent_loop")),
-    *(
-        f"data.{name}"
-        for name in ("prompt_key", "truncation", "filter_overlong_prompts", "train_max_samples")
-    ),
-    *("data.shuffle", "data.seed", "data.custom_cls.name"),
+    *_keys(_ROLLOUT, "tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size"),
+    *_keys(_ROLLOUT, "n dtype load_format agent.default_agent_loop"),
+    *_keys("data", "prompt_key truncation filter_overlong_prompts train_max_samples"),
+    *_keys("data", "shuffle seed custom_cls.name"),
 )
 """The same, of a run."""
 
 _FILES = (*_TOOLS, f"{_ROLLOUT}.agent.agent_loop_config_path", "data.custom_cls.path")
 """The same: verl looks for relative ones in folders of its own, and workers run elsewhere."""
 
-_WHERE = {
-    "data.max_response_length": f"{_ROLLOUT}.response_length",
-    f"{_MODEL}.custom_chat_template": f"{_MODEL}.custom_chat_template (a file)",
-}
-"""Keys of verl's that have another name, or another meaning, in rollstream's configuration."""
-
 _LAYOUT = frozenset(
-    f"{_ROLLOUT}.{name}"
-    for name in (
-        *("nnodes", "n_gpus_per_node", "gpu_memory_utilization"),
-        *("max_num_seqs", "max_num_batched_tokens", "disable_log_stats"),
+    _keys(
+        _ROLLOUT,
+        "nnodes n_gpus_per_node gpu_memory_utilization max_num_seqs max_num_batched_tokens disable_log_stats",
     )
 )
 """Overrides that may change on resume: on which devices, how much at once, and what is said of it."""
-
-_TRACERS = ("weave", "mlflow", "trackio")
 
 
 def compose_verl(settings: Settings) -> DictConfig:
@@ -102,13 +96,12 @@ def compose_verl(settings: Settings) -> DictConfig:
     from omegaconf.errors import OmegaConfBaseException
 
     overrides = settings.generation.verl_overrides
-    touched, mapped = _touched(overrides), _mapped(settings)
-    for key, word in touched.items():
-        near = [own for own in mapped if own == key or own.startswith(f"{key}.") or key.startswith(f"{own}.")]
-        if near:
-            raise ConfigError(
-                f"{_KEY}: {word!r}: {_WHERE.get(near[0], near[0])} is a key of rollstream's: set it there"
-            )
+    mapped = _mapped(settings)
+    for key, word in _touched(overrides).items():
+        for own in mapped:
+            if f"{own}.".startswith(f"{key}.") or f"{key}.".startswith(f"{own}."):
+                own = f"{_ROLLOUT}.response_length" if own == "data.max_response_length" else own
+                raise ConfigError(f"{_KEY}: {word!r}: {own} is a key of rollstream's: set it there")
     try:
         with initialize_config_module("verl.trainer.config", version_base="1.3", job_name="rollstream"):
             config = compose_by_hydra("ppo_trainer", overrides=list(overrides))
@@ -126,14 +119,9 @@ def compose_verl(settings: Settings) -> DictConfig:
             f"servers that verl starts: {', '.join(OWN_SERVERS)}"
         )
     elif not rollout.nnodes > 0:
-        raise ConfigError(
-            f"{_KEY}: {_ROLLOUT}.nnodes is {rollout.nnodes}: without a trainer verl's servers need nodes of "
-            "their own, 1 or more"
-        )
+        raise ConfigError(f"{_KEY}: {_ROLLOUT}.nnodes is {rollout.nnodes}: verl's servers need 1 or more")
     if rollout.get("router_config_path"):
         raise ConfigError(NO_ROUTER)
-    if (tracer := rollout.trace.backend) in _TRACERS and importlib.util.find_spec(tracer) is None:
-        raise ConfigError(f"{_ROLLOUT}.trace.backend={tracer}, which is not installed: pip install {tracer}")
     composed: DictConfig = config
     return composed
 
@@ -153,40 +141,41 @@ def to_rollstream(config: DictConfig, overrides: Sequence[str] = ()) -> Settings
     Raises:
         ConfigError: they cannot work.
     """
-    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    given: Any = OmegaConf.create(
-        {
-            "actor_rollout_ref": {
-                "model": {"path": str(Path(model.path).expanduser())},
-                "rollout": {"name": "sglang", "server_urls": ["http://verl.invalid"]},
-            }
-        }
-    )
-    for key in (*_LOOPS, *_TOOLS):
-        if (value := OmegaConf.select(config, key)) is not None:
-            OmegaConf.update(given, key, value, force_add=True)
-    given.data.max_prompt_length = rollout.prompt_length
-    return to_settings(compose(list(overrides), layers=[given]))
+    layer = OmegaConf.create()
+    values = {key: OmegaConf.select(config, key) for key in (*_LOOPS, *_TOOLS)}
+    values |= {
+        f"{_MODEL}.path": str(Path(config.actor_rollout_ref.model.path).expanduser()),
+        f"{_ROLLOUT}.name": "sglang",
+        f"{_ROLLOUT}.server_urls": ["http://verl.invalid"],
+        "data.max_prompt_length": config.actor_rollout_ref.rollout.prompt_length,
+    }
+    for key, value in values.items():
+        if value is not None:
+            OmegaConf.update(layer, key, value, force_add=True)
+    return to_settings(compose(list(overrides), layers=[layer]))
 
 
 def _mapped(settings: Settings) -> dict[str, Any]:
-    """What rollstream's keys say to verl, by verl's names."""
+    """The values of rollstream's keys, by verl's names."""
     model, rollout, data = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout, settings.data
     values = {key: attrgetter(key)(settings) for key in (*_LOOPS, *_RUN)}
     values |= {key: _absolute(attrgetter(key)(settings)) for key in _FILES}
     values |= {
         f"{_MODEL}.path": None if model.path is None else str(Path(model.path).expanduser()),
-        f"{_MODEL}.custom_chat_template": _read(model.custom_chat_template),
+        f"{_MODEL}.custom_chat_template": None,
         f"{_ROLLOUT}.agent.num_workers": rollout.agent.num_workers or 1,
         "data.train_files": [_absolute(str(path)) for path in expand_paths(data.files)],
         "data.max_response_length": rollout.response_length,
     }
-    given = {
+    if model.custom_chat_template is not None:  # verl takes its text
+        template = _read_file(model.custom_chat_template, f"{_MODEL}.custom_chat_template")
+        values[f"{_MODEL}.custom_chat_template"] = template.decode()
+    optional = {
         "data.tool_config_path": _absolute(data.tool_config_path),
         f"{_ROLLOUT}.gpu_memory_utilization": rollout.gpu_memory_utilization,
         f"{_ROLLOUT}.logprobs_mode": rollout.logprobs_mode,
     }
-    return values | {key: value for key, value in given.items() if value is not None}
+    return values | {key: value for key, value in optional.items() if value is not None}
 
 
 def _touched(overrides: Sequence[str]) -> dict[str, str]:
@@ -210,23 +199,19 @@ def _absolute(path: str | None) -> str | None:
     return None if path is None else str(Path(path).expanduser().absolute())
 
 
-def _read(template: str | None) -> str | None:
-    """A template's text, which verl takes where rollstream takes its file."""
-    if template is None:
-        return None
+def _read_file(path: str, key: str) -> bytes:
     try:
-        return Path(template).expanduser().read_text()
+        return Path(path).expanduser().read_bytes()
     except OSError as error:
-        raise ConfigError(f"{_MODEL}.custom_chat_template: {error}") from error
+        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}") from error
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def verl_identity(settings: Settings, config: DictConfig) -> dict[str, Any]:
-    """What of verl decides the data of a run: its version, the user's words, and the files of loops and tools.
+    """The part of verl in a run's identity: its version, the user's words, and the files of loops and tools.
 
     Args:
         settings: of the run.
@@ -244,13 +229,15 @@ def verl_identity(settings: Settings, config: DictConfig) -> dict[str, Any]:
         "verl.function_tool_path": _digest(turns.function_tool_path),
     }
     identity |= {f"multi_turn.{name}": getattr(turns, name) for name in _TURNS}
-    if own_servers(settings):  # what their numbers are
-        identity |= {f"verl.{name}": getattr(rollout, name) for name in ("dtype", "load_format")}
+    if own_servers(settings):  # they decide what the numbers are
+        identity |= {"verl.dtype": rollout.dtype, "verl.load_format": rollout.load_format}
     for key in _touched(settings.generation.verl_overrides).keys() - _LAYOUT:
         if not key.startswith(f"{_ROLLOUT}.trace."):
             value = OmegaConf.select(config, key)
-            text = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            identity[f"verl.overrides.{key}"] = text if isinstance(text, str) else orjson.dumps(text).decode()
+            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            identity[f"verl.overrides.{key}"] = (
+                value if isinstance(value, str) else orjson.dumps(value).decode()
+            )
     return identity
 
 
@@ -262,12 +249,13 @@ def loop_names(path: str | None) -> list[str]:
     """
     if path is None:
         return []
+    key = f"{_ROLLOUT}.agent.agent_loop_config_path"
     try:
-        entries = yaml.safe_load(Path(path).expanduser().read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{_ROLLOUT}.agent.agent_loop_config_path: {path}: {error}") from error
-    found = entries if isinstance(entries, list) else []
-    return [str(entry.get("name")) for entry in found if isinstance(entry, Mapping)]
+        entries = yaml.safe_load(_read_file(path, key))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}: {path}: {error}") from error
+    entries = entries if isinstance(entries, list) else []
+    return [str(entry.get("name")) for entry in entries if isinstance(entry, Mapping)]
 
 
 _CLASSES = re.compile(rb"""(?:_target_|class_name)["']?\s*:\s*["']?([\w.]+)\.\w""")
@@ -278,10 +266,7 @@ def _digest(path: str | None) -> str | None:
     """Of a file, and, if it is a YAML, of the sources of its classes, as far as they are found without importing."""
     if path is None or path.startswith("pkg://"):
         return path
-    try:
-        content = Path(path).expanduser().read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    content = _read_file(path, "generation.executor=verl")
     digest = hashlib.blake2b(content, digest_size=16)
     for module in [] if path.endswith(".py") else _CLASSES.findall(content):
         # A package's own code runs when a module in it is looked for: whatever that raises is verl's to say.

@@ -19,20 +19,18 @@ from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import Trajectory
 
 _ALLOWED = frozenset(
-    (
-        *(
-            (f"numpy.{core}.multiarray", name)
-            for core in ("core", "_core")
-            for name in ("_reconstruct", "scalar")
-        ),
-        *((f"numpy.{core}.numeric", "_frombuffer") for core in ("core", "_core")),
-        *(("numpy", name) for name in ("ndarray", "dtype")),
-        ("collections", "OrderedDict"),
-        ("_codecs", "encode"),
-        ("torch._utils", "_rebuild_tensor_v2"),  # a view of a storage, which is within it or refused
-    )
+    {
+        "numpy.ndarray",
+        "numpy.dtype",
+        *(f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")),
+        *(f"numpy.{core}.multiarray.scalar" for core in ("core", "_core")),
+        *(f"numpy.{core}.numeric._frombuffer" for core in ("core", "_core")),
+        "collections.OrderedDict",
+        "_codecs.encode",
+        "torch._utils._rebuild_tensor_v2",  # a view of a storage, which is within it or refused
+    }
 )
-"""What the parts beside the tensors may call: arrays and scalars of numpy 1 and 2, tensors (of images, in
+"""Names that the parts beside the tensors may call: arrays and scalars of numpy 1 and 2, tensors (of images, in
 `multi_modal_inputs`), and plain values."""
 
 _REBUILD = "tensordict._reductions._rebuild_tensordict_files_consolidated"
@@ -72,24 +70,25 @@ class DataProtoFile:
 
     def _trajectory(self, row: int) -> Trajectory:
         tensors = {name: tensor[row].numpy() for name, tensor in self.batch.items() if tensor.ndim == 2}
+        others = {name: values[row] for name, values in self.non_tensor_batch.items()}
         width = len(tensors["prompts"])
         seen = tensors["attention_mask"].astype(bool)
-        response = seen[width:]
-        others = {name: values[row] for name, values in self.non_tensor_batch.items()}
-        mask = tensors.get("response_mask")
-        logprobs = tensors.get("rollout_log_probs")
-        scores = tensors.get("rm_scores")
+
+        def response(name: str) -> list[Any] | None:
+            return tensors[name][seen[width:]].tolist() if name in tensors else None
+
+        response_ids = response("responses") or []
         messages = others.pop("messages", None)
         return Trajectory(
             prompt_ids=tensors["prompts"][seen[:width]].tolist(),
-            response_ids=tensors["responses"][response].tolist(),
-            response_mask=[1] * int(response.sum()) if mask is None else mask[response].tolist(),
-            response_logprobs=None if logprobs is None else logprobs[response].tolist(),
+            response_ids=response_ids,
+            response_mask=response("response_mask") or [1] * len(response_ids),
+            response_logprobs=response("rollout_log_probs"),
             messages=list(messages if messages is not None else others.get("raw_prompt") or []),
             finish_reason=str(others.pop("finish_reason", "stop")),
             is_snapshot=bool(others.pop("is_snapshot", False)),
             num_turns=int(others.pop("__num_turns__", 0)),
-            reward=None if scores is None else float(scores.sum()),
+            reward=float(tensors["rm_scores"].sum()) if "rm_scores" in tensors else None,
             policy_versions=others.pop("policy_versions", [(0, 0)]),
             extra=others,
         )
@@ -107,29 +106,26 @@ def read_dataproto(path: Path | str) -> DataProtoFile:
         OSError: it cannot be read.
     """
     try:
-        import torch  # noqa: F401
+        import torch
     except ImportError as error:
         raise ConfigError("reading a DataProto needs torch: pip install 'rollstream[dataproto]'") from error
     with Path(path).open("rb") as file:
         try:
-            found = _Unpickler(file).load()
+            state = _Unpickler(file).load()
+            if not isinstance(state, _State):
+                raise DataError(f"a pickle of {type(state).__name__}, not of a DataProto")
+            tensors, non_tensor_batch, meta_info = state.parts
+            if not isinstance(tensors, bytes):
+                raise DataError("saved with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy; save it without")
+            # With `weights_only`, torch has an unpickler of its own with a list of what is allowed.
+            with torch.serialization.safe_globals([(_rebuild, _REBUILD)]):
+                batch = dict(torch.load(io.BytesIO(tensors), map_location="cpu", weights_only=True))
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
-        # What a damaged pickle raises is anyone's guess.
-        except Exception as error:
-            raise DataError(f"{path} is no DataProto, or is damaged: {error}") from error
-    if not isinstance(found, _State):
-        raise DataError(f"{path} is a pickle of {type(found).__name__}, not of a DataProto")
-    tensors, non_tensor_batch, meta_info = found.parts
-    if not isinstance(tensors, bytes):
-        raise DataError(
-            f"{path} was saved with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy; save it without that variable"
-        )
-    try:
-        return DataProtoFile(_load_tensors(tensors), non_tensor_batch, meta_info)
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise DataError(f"{path}: its tensors are damaged, or no plain tensors: {reason}") from error
+        except Exception as error:  # a damaged pickle may raise anything
+            reason = str(error).strip().partition("\n")[0]
+            raise DataError(f"{path} is no DataProto of plain tensors, or is damaged: {reason}") from error
+    return DataProtoFile(batch, non_tensor_batch, meta_info)
 
 
 class _State:
@@ -151,7 +147,7 @@ class _Unpickler(pickle.Unpickler):
             return _State
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage
-        if (module, name) not in _ALLOWED:
+        if "." in name or f"{module}.{name}" not in _ALLOWED:
             raise DataError(f"it wants to call {module}.{name}, which is not allowed here")
         return super().find_class(module, name)
 
@@ -161,14 +157,6 @@ def _load_storage(data: bytes) -> Any:
     import torch
 
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-def _load_tensors(data: bytes) -> dict[str, Any]:
-    import torch
-
-    # With `weights_only`, torch has an unpickler of its own with a list of what is allowed.
-    with torch.serialization.safe_globals([(_rebuild, _REBUILD)]):
-        return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
 
 def _rebuild(metadata: dict[str, Any], storage: Any) -> dict[str, Any]:

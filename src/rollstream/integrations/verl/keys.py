@@ -43,26 +43,40 @@ class VerlKeys:
         problems: list[str],
         notes: MutableMapping[str, list[str]],
     ) -> None:
-        self._rename(values, written, problems)
         tables = _tables()
+        for theirs, ours in tables["means"].items():
+            if theirs in values:
+                self._rename(theirs, ours, values, written, problems)
+        no_effect = [
+            f"{parent}.{name}".lstrip(".") for parent, names in tables["no_effect"].items() for name in names
+        ]
         for path, value in [*values.items()]:
+            rule = next((rule for key, rule in tables["fine_with"].items() if _is_below(path, key)), None)
+            parent = next((key for key in no_effect if _is_below(path, key)), None)
             if path == _LOAD_FORMAT and value in _PLACEHOLDERS:
                 notes.setdefault("weights are read from the model: auto", []).append(f"{path}={value}")
-            elif (rule := _rule(path, tables["fine_with"])) is not None:
+            elif rule is not None:
                 fine, why = rule
                 # An interpolation of a config group's names another key, which is looked at by itself.
                 is_elsewhere = path not in written and isinstance(value, str) and value.startswith("${")
                 if not (value is None or value in fine or is_elsewhere):
                     problems.append(f"{path}={value}: {why}")
                 notes.setdefault(_NO_EFFECT, []).append(path)
-            elif (parent := _left_out(path, tables["no_effect"])) is not None or path.endswith("_target_"):
+            elif parent is not None or path.endswith("_target_"):
                 notes.setdefault(_NO_EFFECT, []).append(parent or path)
             else:
                 continue
             del values[path]
 
-    def _rename(self, values: MutableMapping[str, Any], written: set[str], problems: list[str]) -> None:
-        """Puts values under rollstream's names.
+    def _rename(
+        self,
+        theirs: str,
+        ours: str,
+        values: MutableMapping[str, Any],
+        written: set[str],
+        problems: list[str],
+    ) -> None:
+        """Puts a value under rollstream's name.
 
         Where a layer has both names, one is often an interpolation of the other. Otherwise what its author wrote
         counts more than what config groups say, and two that the author wrote must be equal.
@@ -71,29 +85,19 @@ class VerlKeys:
         def refers(value: Any, key: str) -> bool:
             return value is None or (isinstance(value, str) and "${" in value and key in value)
 
-        for theirs, ours in _tables()["means"].items():
-            value, other = values.pop(theirs, None), values.get(ours)
-            if refers(value, ours):
-                continue
-            if refers(other, theirs) or (theirs in written and ours not in written):
-                values[ours] = value
-                written |= {ours} if theirs in written else set()
-            elif theirs in written and value not in (other, False):
-                problems.append(f"{theirs} and {ours} are one setting (they are {value!r} and {other!r})")
+        value, other = values.pop(theirs), values.get(ours)
+        is_written = theirs in written
+        if refers(value, ours):
+            return
+        if refers(other, theirs) or (is_written and ours not in written):
+            values[ours] = value
+            written |= {ours} if is_written else set()
+        elif is_written and value not in (other, False):
+            problems.append(f"{theirs} and {ours} are one setting (they are {value!r} and {other!r})")
 
 
 def _is_below(path: str, key: str) -> bool:
     return f"{path}.".startswith(f"{key}.")
-
-
-def _rule(path: str, rules: dict[str, Any]) -> Any:
-    return next((rule for key, rule in rules.items() if _is_below(path, key)), None)
-
-
-def _left_out(path: str, tables: dict[str, list[str]]) -> str | None:
-    """The key that is left out with all that is below it."""
-    keys = (f"{parent}.{name}".lstrip(".") for parent, names in tables.items() for name in names)
-    return next((key for key in keys if _is_below(path, key)), None)
 
 
 KEYS = VerlKeys()

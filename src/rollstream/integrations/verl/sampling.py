@@ -9,12 +9,15 @@ from rollstream.sampling import SERVER_SAMPLING
 from rollstream.trajectory import SamplingParams
 
 _NEUTRAL: Mapping[str, Any] = {
-    **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0},
-    **{"n": 1, "detokenize": False, "skip_special_tokens": False},
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_p": 0.0,
+    "n": 1,
+    "detokenize": False,
+    "skip_special_tokens": False,
 }
 """Values that ask for nothing; some of these verl's loops always send."""
-
-_PLAIN = frozenset(one.name for one in fields(SamplingParams)) - {"extra"}
 
 
 def to_verl(sampling: SamplingParams, *, max_tokens: bool) -> dict[str, Any]:
@@ -24,30 +27,34 @@ def to_verl(sampling: SamplingParams, *, max_tokens: bool) -> dict[str, Any]:
         sampling: how to sample.
         max_tokens: whether its limit is sent; else the servers' own holds: what is left of the response.
     """
-    params: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "repetition_penalty": 1.0,
-        "logprobs": sampling.logprobs,
-    }
-    given = {
+    optional = {
         "max_tokens": sampling.max_tokens if max_tokens else None,
         "stop": list(sampling.stop),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
     }
-    return params | {name: value for name, value in given.items() if value} | dict(sampling.extra)
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "repetition_penalty": 1.0,
+        "logprobs": sampling.logprobs,
+        **{name: value for name, value in optional.items() if value},
+        **sampling.extra,
+    }
+
+
+def _asking(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a request that ask for something, by rollstream's names."""
+    values = {name: value for name, value in given.items() if name not in _NEUTRAL or value != _NEUTRAL[name]}
+    if "max_new_tokens" in values:
+        values["max_tokens"] = values.pop("max_new_tokens")
+    return values
 
 
 def row_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What parameters of a request say beyond the run's own: a row's column `sampling_params`."""
-    values = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in given.items()}
-    return {
-        name: value
-        for name, value in values.items()
-        if name not in ("logprobs", "seed") and (name not in _NEUTRAL or value != _NEUTRAL[name])
-    }
+    """A row's column `sampling_params`: what parameters of a request say beyond the run's own."""
+    return {name: value for name, value in _asking(given).items() if name not in ("logprobs", "seed")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +93,14 @@ def from_verl(given: Mapping[str, Any], *, prompt_tokens: int, lengths: Lengths)
     Raises:
         EngineError: a parameter that would change the answer and is not known, or no room.
     """
-    values = {
-        name: value
-        for name, value in given.items()
-        if value is not None and (name not in _NEUTRAL or value != _NEUTRAL[name])
-    }
-    asked = values.pop("max_new_tokens", values.pop("max_tokens", None))
     if (room := lengths.room(prompt_tokens)) < 1:
         raise EngineError(f"a prompt of {prompt_tokens} tokens leaves no room within {room + prompt_tokens}")
-    values["max_tokens"] = lengths.most(asked, prompt_tokens)
-    values.setdefault("logprobs", False)
+    values = {name: value for name, value in _asking(given).items() if value is not None}
+    values["max_tokens"] = lengths.most(values.get("max_tokens"), prompt_tokens)
     extra = {name: values.pop(name) for name in SERVER_SAMPLING if name in values}
-    if unknown := ", ".join(f"{name}={values[name]!r}" for name in sorted(values.keys() - _PLAIN)):
+    known = {field.name for field in fields(SamplingParams)} - {"extra"}
+    if unknown := ", ".join(f"{name}={values[name]!r}" for name in sorted(values.keys() - known)):
         raise EngineError(f"sampling parameters that rollstream's engines do not know: {unknown}")
-    for name in ("stop", "stop_token_ids"):
-        if name in values:
-            values[name] = (values[name],) if isinstance(values[name], str) else tuple(values[name])
-    return SamplingParams(**values, extra=extra)
+    for name in {"stop", "stop_token_ids"} & values.keys():
+        values[name] = (values[name],) if isinstance(values[name], str) else tuple(values[name])
+    return SamplingParams(**{"logprobs": False, **values}, extra=extra)

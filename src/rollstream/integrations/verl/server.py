@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
+from omegaconf import OmegaConf
 
 from rollstream.chat.images import encode_for_engine
 from rollstream.engine.base import Engine
@@ -24,17 +27,23 @@ from rollstream.trajectory import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-ENGINES = ("sglang", "vllm")
-"""Engines that are servers and speak token ids. `rollstream serve` speaks as SGLang does."""
+
+class _Custom(msgspec.Struct, forbid_unknown_fields=True):
+    """`rollout.custom` of verl's configuration."""
+
+    urls: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    engine: Literal["sglang", "vllm"] = "sglang"
+    """The language of the servers. `rollstream serve` speaks as SGLang does."""
+    engine_kwargs: dict[str, Any] | None = None
+    weights_dir: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What an actor is made from."""
+    """The arguments of an actor."""
 
     urls: tuple[str, ...]
     engine: str
-    """`sglang` or `vllm`: what the servers speak."""
     engine_kwargs: Mapping[str, Any]
     model_path: str
     lengths: Lengths
@@ -48,29 +57,19 @@ class ServerOptions:
         Raises:
             ConfigError: a key that is not known, no URLs, or another engine.
         """
-        custom: Mapping[str, Any] | None = rollout.custom
-        given = dict(custom or {})
-        urls, engine = given.pop("urls", None), given.pop("engine", "sglang")
-        kwargs = given.pop("engine_kwargs", None) or {}
-        given.pop("weights_dir", None)
-        if given:
+        try:
+            tree = OmegaConf.to_container(OmegaConf.create(dict(rollout.custom or {})))
+            custom = msgspec.convert(tree, _Custom)
+        except msgspec.ValidationError as error:
             raise ConfigError(
-                f"rollout.custom has {', '.join(map(repr, given))}: known are urls, engine, engine_kwargs "
-                "and weights_dir"
-            )
-        if not urls or isinstance(urls, str):
-            raise ConfigError(
-                "rollout.custom.urls must list the servers: "
-                "'+actor_rollout_ref.rollout.custom.urls=[http://host:30000]'"
-            )
-        if engine not in ENGINES:
-            raise ConfigError(f"rollout.custom.engine is {engine!r}: want one of {', '.join(ENGINES)}")
-        given = {name: getattr(rollout, name, None) for name in ("temperature", "top_p", "top_k")}
-        sampling = SamplingParams(1, **{name: value for name, value in given.items() if value is not None})
+                f"rollout.custom: {error} (as in '+actor_rollout_ref.rollout.custom.urls=[http://host:30000]')"
+            ) from error
+        values = {name: getattr(rollout, name, None) for name in ("temperature", "top_p", "top_k")}
+        sampling = SamplingParams(1, **{name: value for name, value in values.items() if value is not None})
         return cls(
-            tuple(map(str, urls)),
-            engine,
-            kwargs,
+            custom.urls,
+            custom.engine,
+            custom.engine_kwargs or {},
             model_path,
             Lengths.read(rollout),
             sampling if getattr(rollout, "calculate_log_probs", False) else None,
@@ -93,7 +92,7 @@ class GivenTokens:
 
 
 class ReplicaServer:
-    """See above. Methods are those that verl calls of its servers' actors.
+    """The methods that verl calls of its servers' actors.
 
     Args:
         lengths: limit what is sampled.
@@ -162,9 +161,9 @@ class ReplicaServer:
         if video_data or audio_data:
             raise EngineError("rollstream's engines take text and images, no videos and no sound")
         engine = await self._started()
-        images: list[object] | None = None
-        if image_data:
-            images = [await asyncio.to_thread(encode_for_engine, image) for image in image_data]
+        images: list[object] = [
+            await asyncio.to_thread(encode_for_engine, image) for image in image_data or ()
+        ]
         if self._rejects:
             return GivenTokens(token_ids=[], log_probs=[], stop_reason="aborted")
         await self._admitted.wait()
@@ -172,7 +171,7 @@ class ReplicaServer:
         self._in_flight.add(request_id)
         try:
             completion = await engine.generate(
-                [int(one) for one in prompt_ids], sampling, request_id=request_id, images=images
+                list(map(int, prompt_ids)), sampling, request_id=request_id, images=images or None
             )
         finally:
             self._in_flight.discard(request_id)

@@ -1,4 +1,4 @@
-"""One sample by verl's agent loop worker: its generations are noted, what its loop gave becomes trajectories.
+"""One sample by verl's agent loop worker: its generations are noted, its loop's outputs become trajectories.
 
 Needs no verl: the worker is whatever the mixin is put before, and outputs are read by their attributes.
 """
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from rollstream.data.values import BadRow, to_jsonable
@@ -16,12 +17,12 @@ Decode = Callable[[Sequence[int]], str]
 """Token ids as text, without special tokens."""
 
 _NOT_FOR_LOOPS = frozenset({"agent_name", "__do_sample__", "dummy_tensor", "sampling_params"})
-"""Of a row: what a worker keeps to itself."""
+"""Keys of a row that a worker keeps to itself."""
 
 _KEPT_ELSEWHERE = frozenset(
     {"raw_prompt", "reward_extra_info", "global_steps", "finish_reason", "messages", "prompt_messages"}
 )
-"""Of `extra_fields`: what has a place of its own in a trajectory."""
+"""`extra_fields` that have a place of their own in a trajectory."""
 
 _FINISH_REASONS = frozenset({"stop", "length", "max_turns", "tool_overflow", "aborted"})
 
@@ -60,7 +61,7 @@ class SampleCalls:
 
     @property
     def calls(self) -> list[EngineCall]:
-        """Those that are complete, in the order in which they began."""
+        """The complete ones, in the order in which they began."""
         return [call for call in self._calls if call is not None]
 
 
@@ -96,7 +97,7 @@ class StreamingAgentLoopWorkerMixin:
     _traced: frozenset[int] = frozenset()
 
     def sampling_params(self) -> dict[str, Any]:
-        """What verl's worker gives a loop of a training batch."""
+        """The parameters that verl's worker gives a loop of a training batch."""
         config = self.rollout_config
         return {
             "temperature": config.temperature,
@@ -115,7 +116,7 @@ class StreamingAgentLoopWorkerMixin:
         sampling_params: Mapping[str, Any] | None = None,
         calls: SampleCalls | None = None,
     ) -> list[Any]:
-        """Runs the agent loop of one row, and returns what it gave, ragged.
+        """Runs the agent loop of one row, and returns its outputs, ragged.
 
         Args:
             sample: a row of verl's dataset: `raw_prompt` and what else the loop wants.
@@ -133,25 +134,23 @@ class StreamingAgentLoopWorkerMixin:
         row = {key: value for key, value in sample.items() if key not in _NOT_FOR_LOOPS}
         row |= {"index": index, "priority": index}
         name = sample.get("agent_name") or self.rollout_config.agent.default_agent_loop
-        with noting(SampleCalls() if calls is None else calls):
-            given: Any = await self._run_agent_loop(  # type: ignore[attr-defined]
+        with noting(calls or SampleCalls()):
+            result: Any = await self._run_agent_loop(  # type: ignore[attr-defined]
                 {**self.sampling_params(), **(sampling_params or {})},
                 {"step": -1, "sample_index": index, "rollout_n": repeat, "validate": False},
                 agent_name=str(name),
                 trace=self._is_traced(index),
                 **row,
             )
-        return list(given) if isinstance(given, list | tuple) else [given]
+        return list(result) if isinstance(result, list | tuple) else [result]
 
     def _is_traced(self, index: int) -> bool:
         """Whether a sample is among those of `rollout.trace`: the first ones of this worker, all repeats."""
         trace = getattr(self.rollout_config, "trace", None)
         most = None if trace is None else trace.get("max_samples_per_step_per_worker")
-        if most is None:
-            return True
-        if len(self._traced) < most:
+        if most is not None and len(self._traced) < most:
             self._traced |= {index}
-        return index in self._traced
+        return most is None or index in self._traced
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
         """Pads in verl; a sample of `run_sample` is only scored, where verl has somebody who scores."""
@@ -185,22 +184,17 @@ def to_trajectories(
     """
     trajectories: list[Trajectory] = []
     left = list(calls)
-    for at, output in enumerate(outputs, 1):
-        is_final = at == len(outputs)
-        own = _calls_of(output, [*left, *(call for call in calls if call not in left)])
-        ours = [call for _, call, _ in own]
-        trajectories.append(
-            _trajectory(
-                output,
-                own,
-                calls,
-                [call for call in left if call in ours or is_final],  # or of none: a summary
-                prompt=_prompt_messages(output, trajectories, messages, decode),
-                is_final=is_final,
-                decode=decode,
-            )
-        )
-        left = [call for call in left if call not in ours]
+    for output in outputs:
+        is_final = len(trajectories) == len(outputs) - 1
+        own = _calls_of(output, [*left, *calls])
+        own_calls = [call for _, call, _ in own]
+        # Each generation counts once; the final trajectory has also those of none, such as a summary.
+        counted = [call for call in left if call in own_calls or is_final]
+        left = [call for call in left if call not in own_calls]
+        prompt = _prompt_messages(output, trajectories, messages, decode)
+        trajectory = _trajectory(output, own, calls, len(counted), prompt, decode, is_final=is_final)
+        trajectory.metrics.cached_prompt_tokens = sum(call.cached_prompt_tokens for call in counted)
+        trajectories.append(trajectory)
     return trajectories
 
 
@@ -213,26 +207,22 @@ def _calls_of(output: Any, calls: Sequence[EngineCall]) -> _OwnCalls:
 
     Of several that begin at one place (answers side by side, to one prompt) it is the one that agrees longest.
     """
-    response, found = output.response_ids, dict[int, tuple[EngineCall, int]]()
+    best: dict[int, tuple[EngineCall, int]] = {}
     for call in calls:
         begin = call.prompt_tokens - len(output.prompt_ids)
-        if not 0 <= begin <= len(response):
+        if not 0 <= begin <= len(output.response_ids):
             continue
-        pairs = zip(call.token_ids, response[begin:], strict=False)
-        agreed = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
-        if agreed is None:
-            agreed = min(len(call.token_ids), len(response) - begin)
-        if not agreed and call.token_ids:
-            continue
-        if begin not in found or agreed > found[begin][1]:
-            found[begin] = call, agreed
-    return [(begin, *found[begin]) for begin in sorted(found)]
+        pairs = list(zip(call.token_ids, output.response_ids[begin:], strict=False))
+        agreed = next((at for at, (own, there) in enumerate(pairs) if own != there), len(pairs))
+        if (agreed or not call.token_ids) and (begin not in best or agreed > best[begin][1]):
+            best[begin] = call, agreed
+    return [(begin, *best[begin]) for begin in sorted(best)]
 
 
 def _prompt_messages(
     output: Any, before: Sequence[Trajectory], messages: Sequence[Message], decode: Decode
 ) -> list[Message]:
-    """What a prompt shows: the row's messages, an earlier conversation that goes on, or else its text."""
+    """The messages that a prompt shows: the row's, an earlier conversation that goes on, or else its text."""
     if not before or output.prompt_ids == before[0].prompt_ids:
         return list(messages)
     for earlier in reversed(before):
@@ -247,71 +237,65 @@ def _trajectory(
     output: Any,
     own: _OwnCalls,
     calls: Sequence[EngineCall],
-    counted: Sequence[EngineCall],
-    *,
+    engine_calls: int,
     prompt: list[Message],
-    is_final: bool,
     decode: Decode,
+    *,
+    is_final: bool,
 ) -> Trajectory:
-    given: Mapping[str, Any] = output.extra_fields or {}
-    said, metrics = output.metrics, Metrics()
-    metrics.generate_s = float(said.generate_sequences)
-    metrics.tool_s = float(said.tool_calls)
-    metrics.reward_s = float(said.compute_score)
-    metrics.engine_calls = len(counted)
-    metrics.cached_prompt_tokens = sum(call.cached_prompt_tokens for call in counted)
-    extra = _extra({key: value for key, value in given.items() if key not in _KEPT_ELSEWHERE})
-    if getattr(said, "num_preempted", -1) > 0:
-        extra["num_preempted"] = int(said.num_preempted)
-    if (conversation := given.get("messages")) is None:
+    fields: Mapping[str, Any] = output.extra_fields or {}
+    extra = _extra({key: value for key, value in fields.items() if key not in _KEPT_ELSEWHERE})
+    if getattr(output.metrics, "num_preempted", -1) > 0:
+        extra["num_preempted"] = int(output.metrics.num_preempted)
+    conversation = fields.get("messages")
+    if conversation is None:
         answers = read_messages(output.response_ids, output.response_mask, decode)
         conversation = [*prompt, *answers]
-        if not is_final or len(counted) != sum(message["role"] == "assistant" for message in answers):
+        if not is_final or engine_calls != sum(message["role"] == "assistant" for message in answers):
             extra["prompt_messages"] = len(prompt)  # for exports, which else could not tell
-    elif "prompt_messages" in given:
-        extra["prompt_messages"] = int(given["prompt_messages"])
-    ended = own[-1][1] if own else calls[-1] if calls and is_final else None
+    elif "prompt_messages" in fields:
+        extra["prompt_messages"] = int(fields["prompt_messages"])
+    last = own[-1][1] if own else calls[-1] if calls and is_final else None
     return Trajectory(
         prompt_ids=list(output.prompt_ids),
         response_ids=list(output.response_ids),
         response_mask=list(output.response_mask),
         response_logprobs=None if output.response_logprobs is None else list(output.response_logprobs),
         messages=list(conversation),
-        finish_reason=finish_reason(given.get("finish_reason") or (ended.finish_reason if ended else None)),
+        finish_reason=finish_reason(fields.get("finish_reason") or (last.finish_reason if last else None)),
         policy_versions=_policy_versions(output.response_mask, own, calls),
         is_snapshot=not is_final,
         num_turns=int(output.num_turns),
         reward=None if output.reward_score is None else float(output.reward_score),
-        reward_extra=_extra(given.get("reward_extra_info") or {}),
-        metrics=metrics,
+        reward_extra=_extra(fields.get("reward_extra_info") or {}),
+        metrics=Metrics(
+            generate_s=float(output.metrics.generate_sequences),
+            tool_s=float(output.metrics.tool_calls),
+            reward_s=float(output.metrics.compute_score),
+            engine_calls=engine_calls,
+        ),
         extra=extra,
     )
 
 
 def read_messages(ids: Sequence[int], mask: Sequence[int], decode: Decode) -> list[Message]:
-    """The response as messages: what the model wrote is `assistant`, what was put between is `tool`.
+    """The response as messages: the model's tokens are `assistant`, what was put between is `tool`.
 
     A loop's output has no messages, so these are its tokens as text: what the template puts around a message
     is in the text of the one between.
     """
     messages: list[Message] = []
-    start = 0
-    while start < len(ids):
-        end = start
-        while end < len(ids) and mask[end] == mask[start]:
-            end += 1
-        text = decode(ids[start:end])
-        if mask[start]:
-            messages.append({"role": "assistant", "content": text})
-        elif text.strip():
-            messages.append({"role": "tool", "content": text})
-        start = end
+    for is_sampled, pairs in groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1])):
+        text = decode([token for token, _ in pairs])
+        if is_sampled or text.strip():
+            messages.append({"role": "assistant" if is_sampled else "tool", "content": text})
     return messages
 
 
-def finish_reason(said: str | None) -> str:
-    """A trajectory's, by what an engine or a loop says of its end."""
-    reason = "aborted" if said == "abort" else said
+def finish_reason(reason: str | None) -> str:
+    """The trajectory's reason for an engine's or a loop's."""
+    if reason == "abort":
+        return "aborted"
     return reason if reason in _FINISH_REASONS else "stop"
 
 
@@ -324,13 +308,12 @@ def _policy_versions(
     """
     versions: list[int | None] = [None] * len(mask)
     for begin, call, tokens in own:
-        runs = call.policy_versions or [(0, 0)]
-        for (start, version), end in zip(runs, [*(start for start, _ in runs[1:]), tokens], strict=True):
-            versions[begin + start : begin + min(end, tokens)] = [version] * (min(end, tokens) - start)
-    if not calls or any(one and version is None for one, version in zip(mask, versions, strict=True)):
-        return [(0, min((v for call in calls for _, v in call.policy_versions), default=0))]
-    first = calls[0].policy_versions[0][1] if calls[0].policy_versions else 0
-    encoded = [(0, next((version for version in versions if version is not None), first))]
+        for start, version in call.policy_versions or [(0, 0)]:
+            versions[begin + start : begin + tokens] = [version] * (tokens - start)
+    if not calls or any(sampled and version is None for sampled, version in zip(mask, versions, strict=True)):
+        return [(0, min((version for call in calls for _, version in call.policy_versions), default=0))]
+    known = [version for version in versions if version is not None]
+    encoded = [(0, known[0] if known else calls[0].policy_versions[0][1] if calls[0].policy_versions else 0)]
     for at, now in enumerate(versions):
         if now is not None and now != encoded[-1][1]:
             encoded.append((at, now))
@@ -338,12 +321,11 @@ def _policy_versions(
 
 
 def _extra(fields: Mapping[str, Any]) -> dict[str, Any]:
-    kept, dropped = {}, []
+    kept: dict[str, Any] = {}
+    dropped = []
     for key, value in fields.items():
         try:
             kept[str(key)] = to_jsonable(value)
         except BadRow:
             dropped.append(str(key))
-    if dropped:
-        kept["verl_dropped"] = sorted(dropped)
-    return kept
+    return kept | ({"verl_dropped": sorted(dropped)} if dropped else {})

@@ -1,6 +1,7 @@
 """The reader of DataProtos: what was written comes back, and what a pickle would run is not run."""
 
 import contextlib
+import io
 import os
 import pickle
 import random
@@ -62,6 +63,10 @@ def test_trajectories_of_a_file_that_has_only_the_least(tmp_path: Path) -> None:
     assert two.response_logprobs is None
 
 
+HEAD = b"\x80\x04\x8c\x0dverl.protocol\x8c\x09DataProto\x93)\x81"
+"""A pickle's begin: a DataProto without a state."""
+
+
 class Evil:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -76,7 +81,10 @@ def test_code_in_a_pickle_is_refused(tmp_path: Path) -> None:
     save_dataproto(tmp_path / "b.pkl", tensors(), {}, {"x": evil})
     (tmp_path / "c.pkl").write_bytes(pickle.dumps(evil))
     # In the tensors' own pickle, inside.
-    save_dataproto(tmp_path / "d.pkl", {"prompts": evil}, {}, {})
+    inside = io.BytesIO()
+    torch.save({"prompts": evil}, inside)
+    bytes_of_tensors = b"B" + len(inside.getvalue()).to_bytes(4, "little") + inside.getvalue()
+    (tmp_path / "d.pkl").write_bytes(HEAD + bytes_of_tensors + b"}}\x87b.")
     dotted = b"\x80\x04\x8c\x05numpy\x8c\x0fdtype.__class__\x93."
     (tmp_path / "e.pkl").write_bytes(dotted)
     for name in "abcde":
@@ -106,7 +114,6 @@ def test_other_files_and_damage_are_errors(tmp_path: Path) -> None:
 
 
 def test_numpy_serialisation_of_verl_is_named(tmp_path: Path) -> None:
-    head = b"\x80\x04\x8c\x0dverl.protocol\x8c\x09DataProto\x93)\x81"
-    (tmp_path / "x.pkl").write_bytes(head + b"N}}\x87b.")
+    (tmp_path / "x.pkl").write_bytes(HEAD + b"N}}\x87b.")
     with pytest.raises(DataError, match="SERIALIZATION_METHOD=numpy"):
         read_dataproto(tmp_path / "x.pkl")

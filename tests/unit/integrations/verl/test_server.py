@@ -67,10 +67,10 @@ async def options(latency_s: float) -> AsyncIterator[ServerOptions]:
 @pytest.mark.parametrize(
     ("custom", "message"),
     [
-        (None, "must list the servers"),
-        ({"urls": "http://x"}, "must list the servers"),
-        ({"urls": ["http://x"], "engine": "openai"}, "want one of sglang, vllm"),
-        ({"urls": ["http://x"], "url": "http://y"}, "'url'"),
+        (None, "urls"),
+        ({"urls": "http://x"}, "urls"),
+        ({"urls": ["http://x"], "engine": "openai"}, "engine"),
+        ({"urls": ["http://x"], "url": "http://y"}, "`url`"),
     ],
 )
 def test_what_cannot_be_asked(custom: Any, message: str) -> None:
