@@ -130,8 +130,10 @@ def compose(overrides: Sequence[str] = (), *, layers: Iterable[Mapping[str, Any]
             problems.append(f"{layer}: {_first_line(error)}")
     _log_left_out(notes)
     settings, wrong = _checked(config)
-    if problems or settings is None:
+    if problems:
         raise _as_one([*problems, *wrong])
+    if settings is None:
+        return config  # `to_settings` says what is wrong
     rollout = settings.actor_rollout_ref.rollout
     if rollout.name == "auto":
         model = settings.actor_rollout_ref.model.path
