@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from uuid import uuid4
 
+import msgspec
 import orjson
 
 from rollstream.aio import finish_despite_cancellation
@@ -21,7 +22,7 @@ from rollstream.user_code import construct, import_name, read_yaml, source_diges
 
 logger = logging.getLogger(__name__)
 
-_KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
+_KEYS = "actor_rollout_ref.rollout.multi_turn"
 _METHODS = ("start_interaction", "generate_response", "calculate_score", "finalize_interaction")
 
 
@@ -74,9 +75,7 @@ class Interactions:
     """Seconds for one call, waiting for a thread excluded."""
     digest: str = ""
     """Changes when what they do may: configuration and code."""
-    _calls: UserCalls = field(
-        default_factory=lambda: UserCalls("interaction"), init=False, repr=False, compare=False
-    )
+    calls: UserCalls = field(default_factory=lambda: UserCalls("interaction"), repr=False, compare=False)
 
     def open(self, interaction_kwargs: Mapping[str, Any], *, request_id: str) -> "InteractionSession | None":
         """The interaction that a row asks for; None if it asks for none.
@@ -86,43 +85,34 @@ class Interactions:
         """
         if not isinstance(interaction_kwargs, Mapping):
             raise DataError(f"extra_info.interaction_kwargs is {interaction_kwargs!r:.200}, want a mapping")
-        if all(value is None for value in interaction_kwargs.values()):
+        kwargs = dict(interaction_kwargs)
+        if all(value is None for value in kwargs.values()):
             return None  # a Parquet column has all keys in all rows
-        name = interaction_kwargs.get("name")
+        name = kwargs.pop("name", None)
         if name is None and len(self.by_name) == 1:
             name = next(iter(self.by_name))
         if not isinstance(name, str) or name not in self.by_name:
-            known = ", ".join(sorted(self.by_name)) or f"none; {_KEY} lists them"
+            known = ", ".join(sorted(self.by_name)) or "none"
             raise DataError(
                 f"extra_info.interaction_kwargs.name is {name!r}; interactions there are: {known}"
             )
-        kwargs = {key: value for key, value in interaction_kwargs.items() if key != "name"}
-        return InteractionSession(
-            self.by_name[name], kwargs, calls=self._calls, request_id=request_id, timeout=self.timeout
-        )
+        return InteractionSession(self, self.by_name[name], kwargs, request_id)
 
     def close(self) -> None:
         """Ends the threads, each when its call returns. Waits for none; twice is fine."""
-        self._calls.close()
+        self.calls.close()
 
 
 class InteractionSession:
     """One rollout's interaction."""
 
     def __init__(
-        self,
-        interaction: Interaction,
-        kwargs: dict[str, Any],
-        *,
-        calls: UserCalls,
-        request_id: str,
-        timeout: float,
+        self, interactions: Interactions, interaction: Interaction, kwargs: dict[str, Any], request_id: str
     ) -> None:
+        self._interactions = interactions
         self._interaction = interaction
         self._kwargs = kwargs
-        self._calls = calls
         self._instance_id = request_id
-        self._timeout = timeout
         self._started = False
         self.turn_scores: list[float] = []
         """One for each turn that was answered with a score."""
@@ -140,9 +130,8 @@ class InteractionSession:
         if not self._started:
             self._started = True
             self._instance_id = await self._call("start_interaction") or self._instance_id
-        ended, text, score = await self._call(
-            "generate_response", copy.deepcopy(messages), read=self._read_answer
-        )
+        answer = await self._call("generate_response", copy.deepcopy(messages), read=_read_answer)
+        ended, text, score = answer
         if score is not None:
             self.turn_scores.append(score)
         return ended, text
@@ -150,8 +139,7 @@ class InteractionSession:
     async def finish(self) -> None:
         """Takes the score of the whole interaction. Call it when the rollout went well, before `close`."""
         if self._started:
-            where = f"{self._name}.calculate_score"
-            self.score = await self._call("calculate_score", read=partial(_read_score, where=where))
+            self.score = await self._call("calculate_score", read=_read_score)
 
     async def close(self) -> None:
         """Ends the interaction, if it was started. Also after an error or a cancellation.
@@ -162,56 +150,46 @@ class InteractionSession:
         Raises:
             CancelledError: The caller was cancelled meanwhile; the interaction is ended all the same.
         """
-        if not self._started:
-            return
-        self._started = False
-        await finish_despite_cancellation(self._finalize())
+        if self._started:
+            self._started = False
+            await finish_despite_cancellation(self._finalize())
 
     async def _finalize(self) -> None:
         try:
             await self._call("finalize_interaction")
-        except Exception as error:
-            logger.warning("%s.finalize_interaction failed: %s: %s", self._name, type(error).__name__, error)
-            logger.debug("it failed here:", exc_info=True)
+        except Exception:
+            logger.warning("interaction %r was not ended", self._interaction.name, exc_info=True)
 
-    @property
-    def _name(self) -> str:
-        return f"interaction {self._interaction.name!r}"
-
-    async def _call(self, what: str, *args: Any, read: Callable[[Any], Any] | None = None) -> Any:
-        method = getattr(self._interaction, what)
-        where = f"{self._name}.{what}"
-        outcome = await self._calls.run(
-            partial(method, self._instance_id, *args, **self._kwargs),
+    async def _call(self, method: str, *args: Any, read: Callable[[Any], Any] | None = None) -> Any:
+        where, seconds = f"interaction {self._interaction.name!r}.{method}", self._interactions.timeout
+        outcome = await self._interactions.calls.run(
+            partial(getattr(self._interaction, method), self._instance_id, *args, **self._kwargs),
             name=where,
-            seconds=self._timeout,
+            seconds=seconds,
             read=read,
         )
         if outcome.timed_out:
-            raise TransientError(
-                f"{where} took longer than {self._timeout:g} s "
-                "(actor_rollout_ref.rollout.multi_turn.interaction_timeout)"
-            )
+            raise TransientError(f"{where} took longer than {seconds:g} s ({_KEYS}.interaction_timeout)")
         match outcome.error:
             case None:
                 return outcome.value
             case CallsRefusedError() as error:
                 raise TransientError(str(error)) from error
             case Exception() as error:
+                error.add_note(f"in {where}")
                 raise error
             case error:
                 raise RuntimeError(f"{where} raised {error!r:.200}") from error
 
-    def _read_answer(self, answer: Any) -> tuple[bool, str, float | None]:
-        where = f"{self._name}.generate_response"
-        if not isinstance(answer, tuple) or len(answer) != 4:
-            raise TypeError(
-                f"{where} must return (should_terminate, response, score, metrics), not {answer!r:.200}"
-            )
-        ended, text, score, _ = answer
-        if not isinstance(text, str):
-            raise TypeError(f"{where}: the response must be text, not {text!r:.200}")
-        return bool(ended), text, _read_score(score, where)
+
+class _Entry(msgspec.Struct):
+    class_name: str
+    name: str | None = None
+    config: dict[Any, Any] | None = None
+
+
+class _File(msgspec.Struct):
+    interaction: Annotated[list[_Entry], msgspec.Meta(min_length=1)]
 
 
 def load_interactions(path: str | None, *, timeout: float) -> Interactions:
@@ -222,27 +200,22 @@ def load_interactions(path: str | None, *, timeout: float) -> Interactions:
     """
     if path is None:
         return Interactions(timeout=timeout)
-    file = Path(path).expanduser()
-    content = read_yaml(file, key=_KEY)
-    entries = content.get("interaction") if isinstance(content, dict) else None
-    if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{_KEY}: {file} needs `interaction:` with a list of interactions")
+    file, key = Path(path).expanduser(), f"{_KEYS}.interaction_config_path"
+    try:
+        entries = msgspec.convert(read_yaml(file, key=key), _File).interaction
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{key}: {file}: {error}") from error
     by_name: dict[str, Interaction] = {}
     parts: list[Any] = []
     for at, entry in enumerate(entries):
-        where = f"{_KEY}: {file}, interaction[{at}]"
-        if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
-            raise ConfigError(f"{where}: needs a class_name")
-        made = import_name(entry["class_name"], key=where, beside=file)
-        name = str(entry.get("name") or getattr(made, "__name__", at))
-        given = entry.get("config") or {}
-        if not isinstance(given, dict):
-            raise ConfigError(f"{where}: config is {given!r}, want a mapping")
-        config = {**given, "name": name}
-        interaction = construct(partial(made, config), f"{where}: {entry['class_name']}")
+        where = f"{key}: {file}, interaction[{at}]"
+        made = import_name(entry.class_name, key=where, beside=file)
+        name = entry.name or str(getattr(made, "__name__", at))
+        config = {**(entry.config or {}), "name": name}
+        interaction = construct(partial(made, config), f"{where}: {entry.class_name}")
         for method in _METHODS:
             if not callable(getattr(interaction, method, None)):
-                raise ConfigError(f"{where}: {entry['class_name']} has no method {method}")
+                raise ConfigError(f"{where}: {entry.class_name} has no method {method}")
         if name in by_name:
             raise ConfigError(f"{where}: the name {name!r} is there twice")
         by_name[name] = interaction
@@ -252,12 +225,18 @@ def load_interactions(path: str | None, *, timeout: float) -> Interactions:
     return Interactions(by_name, timeout, digest.hexdigest())
 
 
-def _read_score(score: Any, where: str) -> float | None:
+def _read_answer(answer: Any) -> tuple[bool, str, float | None]:
+    if not isinstance(answer, tuple) or len(answer) != 4 or not isinstance(answer[1], str):
+        raise TypeError(f"it must return (should_terminate, response, score, metrics), not {answer!r:.200}")
+    return bool(answer[0]), answer[1], _read_score(answer[2])
+
+
+def _read_score(score: Any) -> float | None:
     """A score as a finite number, or None; one that is not finite is logged."""
     if score is None:
         return None
     number = float(score)
     if math.isfinite(number):
         return number
-    logger.warning("%s: the score is %s, no finite number; taken as none", where, number)
+    logger.warning("an interaction's score is %s, no finite number; taken as none", number)
     return None

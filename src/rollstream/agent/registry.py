@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import orjson
 
 from rollstream.agent.base import AgentLoop, AgentResources
@@ -68,20 +69,19 @@ class AgentLoops:
 
     def entry(self, name: str) -> LoopEntry:
         """The loop of a name. Raises `ConfigError` with the nearest name."""
-        if name in self._entries:
-            return self._entries[name]
-        if (loop := {**_built_in(), **_registered}.get(name)) is not None:
-            return LoopEntry(loop)
-        raise unknown_name("agent loop", name, {*self._entries, *_registered, *_built_in()})
+        loops = {
+            name: LoopEntry(loop) for name, loop in {**_built_in(), **_registered}.items()
+        } | self._entries
+        if name not in loops:
+            raise unknown_name("agent loop", name, loops)
+        return loops[name]
 
     def check_options(self, name: str) -> None:
         """Raises `ConfigError` for options that the loop does not take, as far as that shows without an engine."""
         entry = self.entry(name)
         try:
             entry.loop(None, request_id="check", shared=None, **entry.options)  # type: ignore[arg-type]
-        except ConfigError:
-            raise
-        except TypeError as error:
+        except (ConfigError, TypeError) as error:
             raise _cannot_be_made(name, entry, error) from error
         except Exception:
             return  # it needs more than its options: `check` tells
@@ -91,8 +91,6 @@ class AgentLoops:
         for name in names:
             try:
                 self.create(name, resources, request_id="check")
-            except ConfigError:
-                raise
             except Exception as error:
                 raise _cannot_be_made(name, self.entry(name), error) from error
 
@@ -103,12 +101,14 @@ class AgentLoops:
             shared = entry.loop.build_shared(resources, **entry.options)
             if inspect.iscoroutine(shared):
                 shared.close()
-                raise ConfigError(f"agent loop {name!r}: build_shared must not be async")
+                raise ConfigError("build_shared must not be async")
             self._shared[name] = shared
         return entry.loop(resources, request_id=request_id, shared=self._shared[name], **entry.options)
 
 
 def _cannot_be_made(name: str, entry: LoopEntry, error: Exception) -> ConfigError:
+    if isinstance(error, ConfigError):
+        return ConfigError(f"agent loop {name!r}: {error}")
     return ConfigError(
         f"agent loop {name!r} cannot be made ({type(error).__name__}: {error}); its class is "
         f"{entry.loop.__qualname__}, its options are {dict(entry.options)}"
@@ -127,28 +127,26 @@ def load_agent_loops(path: str | None) -> dict[str, LoopEntry]:
     if path is None:
         return {}
     file = Path(path).expanduser()
-    content = read_yaml(file, key=_KEY)
-    if not isinstance(content, list) or not content:
-        raise ConfigError(f"{_KEY}: {file} needs a list of entries with `name` and `_target_`")
+    try:
+        content = msgspec.convert(read_yaml(file, key=_KEY), list[dict[str, Any]])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{_KEY}: {file}: {error}") from error
     entries: dict[str, LoopEntry] = {}
-    for at, given in enumerate(content):
+    for at, options in enumerate(content):
         where = f"{_KEY}: {file}, entry {at}"
-        if not isinstance(given, dict) or not all(
-            isinstance(given.get(k), str) for k in ("name", "_target_")
-        ):
+        name, target = options.pop("name", None), options.pop("_target_", None)
+        if not isinstance(name, str) or not isinstance(target, str):
             raise ConfigError(f"{where}: needs `name` and `_target_`, both text")
-        options = {str(key): value for key, value in given.items()}
-        name, target = options.pop("name"), options.pop("_target_")
         loop = import_name(target, key=where, beside=file)
         if not (isinstance(loop, type) and issubclass(loop, AgentLoop)):
             is_verls = any(base.__module__.startswith("verl.") for base in getattr(loop, "__mro__", ()))
             hint = "; loops of verl's are run by generation.executor=verl" if is_verls else ""
-            raise ConfigError(
-                f"{where}: {target} is no agent loop: a subclass of rollstream.agent.base.AgentLoop{hint}"
-            )
+            raise ConfigError(f"{where}: {target} is no subclass of rollstream.agent.base.AgentLoop{hint}")
         if name in entries:
             raise ConfigError(f"{where}: the name {name!r} is there twice")
         entries[name] = LoopEntry(loop, options)
+    if not entries:
+        raise ConfigError(f"{_KEY}: {file} has no entry")
     return entries
 
 
