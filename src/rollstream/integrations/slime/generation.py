@@ -3,12 +3,12 @@
     payload -> settings -> plan, without what the buffer has -> Executor -> item -> durable
 
 A rollout's uid is a pure function of job, instance, epoch and repeat. So a generator that is started again
-asks the buffer which uids it has, and generates the others.
+asks the buffer which uids it has, and generates the others. Epochs follow one another: the buffer makes groups of
+items in the order of their arrival, so those of two epochs would be mixed.
 """
 
 import asyncio
 import contextlib
-import faulthandler
 import functools
 import hashlib
 import itertools
@@ -37,9 +37,9 @@ from rollstream.errors import ConfigError, DataError
 from rollstream.integrations.slime.payload_rules import PayloadRules
 from rollstream.reward.base import ComputeScore, FunctionReward
 from rollstream.reward.rules import find_rule
-from rollstream.rollout.executor import Executor
+from rollstream.rollout.executor import Executor, FailureStreak
 from rollstream.rollout.setup import build_setup, in_flight_limit, load_agents
-from rollstream.rollout.worker_host import LocalBackend, Run
+from rollstream.rollout.worker_host import LocalBackend
 from rollstream.store.records import EncodingError
 from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey
 
@@ -55,29 +55,29 @@ _PARAMETERS = {
     "max_prompt_length": "data.max_prompt_length",
     "agent_name": f"{_ROLLOUT}.agent.default_agent_loop",
     "tool_format": f"{_ROLLOUT}.multi_turn.format",
-    **{key: f"{_ROLLOUT}.multi_turn.{key}" for key in ("max_assistant_turns", "max_user_turns")},
-    **{key: f"generation.{key}" for key in ("max_attempts", "attempt_timeout", "engine_timeout")},
     "tokenizer_path": "actor_rollout_ref.model.tokenizer_path",
     "prompt_key": "data.prompt_key",
-    "sampling_params.max_tokens": f"{_ROLLOUT}.response_length",
-    "sampling_params.logprobs": f"{_ROLLOUT}.calculate_log_probs",
-    "sampling_params.seed": "generation.seed",
-    **{
-        f"sampling_params.{key}": f"{_ROLLOUT}.{key}"
-        for key in ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos")
-    },
-    "sampling_params": f"{_ROLLOUT}.extra_sampling",  # what else it has
+    **{key: f"{_ROLLOUT}.multi_turn.{key}" for key in ("max_assistant_turns", "max_user_turns")},
+    **{key: f"generation.{key}" for key in ("max_attempts", "attempt_timeout", "engine_timeout")},
 }
 """Parameters of a payload, and where the configuration has them."""
 
+_SAMPLING = {
+    "max_tokens": f"{_ROLLOUT}.response_length",
+    "logprobs": f"{_ROLLOUT}.calculate_log_probs",
+    "seed": "generation.seed",
+    **{
+        key: f"{_ROLLOUT}.{key}"
+        for key in ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos")
+    },
+}
+"""Likewise of `sampling_params`; further ones go to the engine as they are."""
+
 _TEXTS = ("agent_name", "tool_format", "tokenizer_path", "prompt_key")
 _NO_LIMIT = 2**31 - 1  # of a prompt's tokens: what does not fit the server leaves no room for a response
-_UIDS_AT_ONCE = 1000
 _NOT_THE_ITEM = (401, 403, 404, 405)  # statuses that say nothing about an item
-STUCK_S = 300.0
-"""The tokenizer and chat template may take so long to load, and later the event loop may stand still so long."""
-_ALL_FAIL, _ALL_FAIL_INSTANCES = 64, 16
-"""So many failed before one success: no chance, where even a tenth works. Repeats of a row fail together."""
+_ALL_FAIL = 64
+"""So many failed in one way before one success: no chance, where even a tenth works."""
 
 
 def run_generation(
@@ -125,13 +125,7 @@ def run_generation(
     """
     data = {"agent_name": agent_loop, **{key: value for key, value in data.items() if value is not None}}
     scorer = reward and FunctionReward(reward, label="the generator's reward", source_digest="")
-    try:
-        asyncio.run(_generate(data, scorer, needs_label, make_row, loops))
-    except ConfigError as error:
-        text = str(error)
-        for name, key in sorted(_PARAMETERS.items(), key=lambda pair: -len(pair[1])):
-            text = text.replace(key, name)
-        raise ConfigError(text) from error
+    asyncio.run(_generate(data, scorer, needs_label, make_row, loops))
 
 
 async def _generate(
@@ -155,14 +149,9 @@ async def _generate(
     settings = read_settings(data, await _find_engine(data, settings.generation.engine_timeout))
     agents = await load_agents(settings, loops=loops, tools=data.get("tools"))
     loop = settings.actor_rollout_ref.rollout.agent.default_agent_loop
-    if agents.loops.entry(loop).loop.needs_tools and not agents.tools.schemas:
-        raise ConfigError(f"agent loop {loop!r} has no tools: name some by the parameter tools")
     async with contextlib.AsyncExitStack() as stack:
-        _end_if_stuck()
-        stack.callback(faulthandler.cancel_dump_traceback_later)
         setup = await build_setup(settings, agents, shows_images=rows.has_images, reward=reward)
         agents.check({loop}, setup.tokenizer, show_tools=True, images=rows.has_images)
-        stack.callback(asyncio.create_task(_watch_loop()).cancel)
         stack.push_async_callback(setup.close)
         engine = setup.create_engine(Path())
         stack.push_async_callback(engine.close)
@@ -170,57 +159,43 @@ async def _generate(
         if engine.capabilities.logprobs == "none" and "logprobs" not in _sampling(data):
             setup.sampling = replace(setup.sampling, logprobs=False)
         setup.check_engine(engine, longest="max_prompt_length" in data)
-        built = setup.make_worker(engine, [loop])
         url = _text(data, "remote_buffer_url")
         # It never gives up: the buffer ends its generators with itself.
         client = await stack.enter_async_context(AsyncBufferClient(url, give_up_after=math.inf))
-        known = await _known(client, plan)
+        keys = list(plan.keys())
+        try:
+            known = await client.known([plan.uid(key.index, key.repeat) for key in keys])
+        except BufferClientError as error:
+            raise ConfigError(f"remote_buffer_url: {error}") from error
         _LOG.info("%d rollouts of %d rows, %d are there", len(known), len(rows.instance_ids), sum(known))
         with contextlib.suppress(BufferClientError):  # no such job: a generator that was started by hand
             await client.expect_items(plan.job, len(known))
-        progress = Progress(plan, known=sum(known))
-        order = EpochOrder(built.worker.run, plan.repeats)
-
-        def on_durable(result: Rollout | Failure) -> None:
-            order.written(result)
-            progress.add(result)
-
+        sink = JobSink(client, plan, rows, _text(data, "task_type"), known=sum(known))
         executor = Executor(
-            JobSink(client, plan, rows, _text(data, "task_type")),
-            LocalBackend(replace(built, run=order.run)),
+            sink,
+            LocalBackend(setup.make_worker(engine, [loop])),
             load_row=rows.row,
             max_in_flight=in_flight_limit(settings),
             adaptive=True,
             engine=engine,
-            on_durable=on_durable,
         )
         stack.push_async_callback(executor.close)
-        await executor.run(order.opened(itertools.compress(plan.keys(), (not one for one in known))))
-        progress.end()
-
-
-def _end_if_stuck() -> None:
-    """Ends this process after `STUCK_S` with the stack of each thread in its log, unless called again before.
-
-    A chat template is a program, and may run for ever.
-    """
-    faulthandler.dump_traceback_later(STUCK_S, exit=True, file=2)
-
-
-async def _watch_loop() -> None:
-    while True:
-        _end_if_stuck()
-        await asyncio.sleep(STUCK_S / 10)
+        owed = (key for key, is_known in zip(keys, known, strict=True) if not is_known)
+        for _, epoch in itertools.groupby(owed, lambda key: key.repeat // plan.repeats):
+            await executor.run(epoch)
+        sink.check_end()
 
 
 def read_settings(data: Mapping[str, Any], engine: Mapping[str, Any] | None = None) -> Settings:
     """The settings of a payload, and of its engine. Pure, and nothing in a payload is interpolated."""
-    given = {f"sampling_params.{key}": value for key, value in _sampling(data).items()}
-    extra = {key.partition(".")[2]: _number(given.pop(key)) for key in [*given] if key not in _PARAMETERS}
-    given = {"num_process": 100, "max_prompt_length": _NO_LIMIT, **data, **given, "sampling_params": extra}
+    data, sampling = {"num_process": 100, "max_prompt_length": _NO_LIMIT, **data}, _sampling(data)
     values: dict[str, Any] = {"data.train_files": [_text(data, "input_file")]}
-    for key in _PARAMETERS.keys() & given.keys():
-        values[_PARAMETERS[key]] = given[key] if key in _TEXTS else _number(given[key])
+    for given, places in ((data, _PARAMETERS), (sampling, _SAMPLING)):
+        for key in given.keys() & places.keys():
+            values[places[key]] = given[key] if key in _TEXTS else _number(given[key])
+    values[f"{_ROLLOUT}.extra_sampling"] = {
+        key: _number(sampling[key]) for key in sampling.keys() - _SAMPLING.keys()
+    }
     values[f"{_ROLLOUT}.prompt_length"] = values["data.max_prompt_length"]
     if data.get("tools"):  # names; the file is the operator's
         values[f"{_ROLLOUT}.multi_turn.tool_config_path"] = data.get("rollstream", {}).get("tools_file")
@@ -267,11 +242,11 @@ async def _find_engine(data: Mapping[str, Any], timeout: float) -> dict[str, Any
     """The settings of the engine that a payload names."""
     given = data.get("remote_engine_url")
     urls = [given] if isinstance(given, str) else given
-    if not isinstance(urls, list) or not urls or not all(str(one).startswith("http") for one in urls):
+    if not isinstance(urls, list) or not urls or not all(str(url).startswith("http") for url in urls):
         raise ConfigError(f"remote_engine_url: {given!r:.200}, want http://host:port, or a list of such URLs")
     server = await detect_server(urls, timeout=timeout, kind=data.get("engine"))
     _LOG.info("%s is a server of kind %s", server.url, server.kind)
-    models = [one for one in server.models if data.get("model") in (None, one, Path(one).name)]
+    models = [name for name in server.models if data.get("model") in (None, name, Path(name).name)]
     if server.kind == "openai" and not server.models:
         models = [_text(data, "model")]  # an endpoint need not list its models
     if (server.models and not models) or (server.kind == "openai" and len(models) > 1):
@@ -303,8 +278,7 @@ class Rows:
     """
 
     def __init__(self, settings: Settings, make_row: MakeRow | None) -> None:
-        self._dataset = load_prompts(settings.data)
-        self._make_row = make_row
+        self._dataset, self._make_row = load_prompts(settings.data), make_row
         self.has_images = self.has_labels = False
         self.columns: set[str] = set()
         first: dict[InstanceId, int] = {}
@@ -372,59 +346,21 @@ class JobPlan:
         return f"{self.job}:{text}:{epoch}:{repeat}"
 
 
-async def _known(client: AsyncBufferClient, plan: JobPlan) -> bytearray:
-    """Says for each key of the plan whether the buffer has its item."""
-    known, uids = bytearray(), (plan.uid(key.index, key.repeat) for key in plan.keys())  # noqa: SIM118
-    try:
-        while asked := list(itertools.islice(uids, _UIDS_AT_ONCE)):
-            known += bytes(await client.known(asked))
-    except BufferClientError as error:
-        raise ConfigError(f"remote_buffer_url: {error}") from error
-    return known
-
-
-class EpochOrder:
-    """Runs rollouts, and holds each back until all of its instance's epoch before is written.
-
-    The buffer makes groups of items in the order of their arrival, so those of two epochs would be mixed.
-    """
-
-    def __init__(self, run: Run, repeats: int) -> None:
-        self._run, self._repeats = run, repeats
-        self._open: dict[int, Counter[int]] = {}
-        """How many rollouts have begun and are not written, by row and epoch."""
-        self._changed = asyncio.Event()
-
-    def opened(self, keys: Iterator[RolloutKey]) -> Iterator[RolloutKey]:
-        """The keys, in the plan's order; a rollout has begun when its key is taken."""
-        for key in keys:
-            self._open.setdefault(key.index, Counter())[key.repeat // self._repeats] += 1
-            yield key
-
-    async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
-        result = await self._run(row, repeat)
-        while min(self._open[row.index]) < repeat // self._repeats:
-            await self._changed.wait()
-        return result
-
-    def written(self, result: Rollout | Failure) -> None:
-        """To be called for each result that is durable."""
-        epochs, epoch = self._open[result.index], result.repeat // self._repeats
-        epochs[epoch] -= 1
-        if not epochs[epoch]:
-            del epochs[epoch]
-            self._changed.set()
-            self._changed = asyncio.Event()
-
-
 class JobSink:
-    """Writes results to the buffer."""
+    """Writes results to the buffer. No reader sees a failed one: if all fail, it ends the job with the cause."""
 
-    def __init__(self, client: AsyncBufferClient, plan: JobPlan, rows: Rows, task_type: str) -> None:
+    def __init__(
+        self, client: AsyncBufferClient, plan: JobPlan, rows: Rows, task_type: str, *, known: int
+    ) -> None:
         self._client, self._plan, self._rows, self._task_type = client, plan, rows, task_type
+        self._written = self._failed = 0
+        self._first = ""
+        """The first failure."""
+        self._streak = FailureStreak(0 if known else _ALL_FAIL, len(plan.instance_ids))
+        self._known = known
 
     async def submit(self, result: Rollout | Failure, /) -> None:
-        """Returns when the result is durable."""
+        """Returns when the result is durable. Raises `DataError` when that all failed so far tells enough."""
         row = None
         if not isinstance(result, Failure) or result.stage != "store":  # then the row may be what is refused
             with contextlib.suppress(DataError):
@@ -443,37 +379,19 @@ class JobSink:
             if isinstance(error, BufferClientError) and error.status in _NOT_THE_ITEM:
                 raise ConfigError(f"remote_buffer_url: {error}") from error
             raise EncodingError(f"the buffer does not take it: {error}") from error
-
-
-class Progress:
-    """Counts how rollouts end. No reader sees a failed one: if all fail, the job ends with the cause."""
-
-    def __init__(self, plan: JobPlan, *, known: int) -> None:
-        self._plan, self._known = plan, known
-        self.ended = self.failed = 0
-        self._first = ""
-        self._instances: set[int] = set()  # that failed, while none succeeded
-
-    def add(self, result: Rollout | Failure) -> None:
-        """Raises `DataError` when all failed so far, and that is enough to tell."""
-        self.ended += 1
+        self._written += 1
         if (failure := failure_of(result)) is None:
+            self._streak.completed()
             return
-        self.failed += 1
-        if self.failed < self.ended:
-            return
-        if not self._first:
-            name, line = (
-                self._plan.instance_ids[result.index],
-                str(failure["error"]).strip().partition("\n")[0],
-            )
-            self._first = f"instance {name!r:.100}, stage {failure['stage']}: {line:.500}"
-        self._instances.add(result.index)
-        if self.failed >= _ALL_FAIL and len(self._instances) >= _ALL_FAIL_INSTANCES:
-            raise DataError(f"the first {self.failed} rollouts failed; the first one: {self._first}")
+        self._failed += 1
+        cause, stage = str(failure["error"]).strip(), failure["stage"]
+        name, line = self._plan.instance_ids[result.index], cause.partition("\n")[0]
+        self._first = self._first or f"instance {name!r:.100}, stage {stage}: {line:.500}"
+        if self._streak.failed(Failure(result.index, result.repeat, "", 1, stage, cause, "", 0.0)):
+            raise DataError(f"the first {self._failed} rollouts failed; the first one: {self._first}")
 
-    def end(self) -> None:
+    def check_end(self) -> None:
         """Raises `DataError` when all failed."""
-        _LOG.info("done: %d are written, %d of them failed", self.ended, self.failed)
-        if self.failed == self.ended > 0 and not self._known:
-            raise DataError(f"all {self.failed} rollouts failed; the first one: {self._first}")
+        _LOG.info("done: %d are written, %d of them failed", self._written, self._failed)
+        if self._failed == self._written > 0 and not self._known:
+            raise DataError(f"all {self._failed} rollouts failed; the first one: {self._first}")
