@@ -38,18 +38,47 @@ _OWN_DEFAULT: Final = ("epsilon", "algo")
 _NEAR: Final = 0.85
 """Likeness from which on a name is a misspelt hook (normalise_group_data, isValidGroup; not pad_messages)."""
 
-_PLAIN: Final = inspect.Parameter.POSITIONAL_OR_KEYWORD
-
 _REQUIRED: Final = ("uid", "instance_id", "messages", "reward", "extra_info")
 """Keys without which a reader of slime's wire fails."""
 
 
 class _Hook:
-    """A function of the user's, and how it wants its arguments. Raises `ConfigError` if it cannot be called."""
+    """A function of the user's, and how it wants its arguments. Raises `ConfigError` if it cannot be called.
+
+    A parameter gets the value of its name; one of an unknown name the value at its place in slime's call. A
+    hook with `*args` gets all values of slime's call by place.
+    """
 
     def __init__(self, name: str, function: Any, where: str) -> None:
         self._name, self._function, self._where = name, function, where
-        self._by_place, self._by_name = _arguments(name, function, where)
+        convention = CONVENTIONS[name]
+        wrong = f"{where}: {name} must be a function of ({', '.join(convention)})"
+        if not callable(function) or inspect.iscoroutinefunction(function):
+            raise ConfigError(f"{wrong}, is {function!r:.100}")
+        try:
+            first, *rest = inspect.signature(function).parameters.values()
+        except ValueError:  # no parameters, or no signature, as some of Python's own functions
+            raise ConfigError(f"{wrong}; it takes no positional argument") from None
+        self._by_place: Sequence[str] = ()
+        self._by_name: dict[str, str] = {}
+        if any(each.kind is each.VAR_POSITIONAL for each in (first, *rest)):
+            self._by_place = convention[1:]
+            rest = [each for each in (first, *rest) if each.kind is each.KEYWORD_ONLY]
+        elif first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+            raise ConfigError(f"{wrong}; it takes no positional argument")
+        for place, parameter in enumerate(rest, start=1):
+            if parameter.kind is parameter.VAR_KEYWORD:
+                continue
+            value: str | None = None
+            if parameter.name in _KNOWN or parameter.name in convention[1:]:
+                value = parameter.name
+            elif place < len(convention) and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+                value = convention[place]
+            has_default = parameter.default is not parameter.empty
+            if (value is None and not has_default) or parameter.kind is parameter.POSITIONAL_ONLY:
+                raise ConfigError(f"{wrong}; nothing can be given to its parameter {parameter.name}")
+            if value is not None and not (has_default and value in _OWN_DEFAULT):
+                self._by_name[parameter.name] = value
 
     def __call__(self, subject: Any, values: Mapping[str, Any]) -> Any:
         by_name = {parameter: values[value] for parameter, value in self._by_name.items()}
@@ -61,6 +90,26 @@ class _Hook:
     def error(self, fault: str, cause: BaseException | None = None) -> HookError:
         trace = "".join(traceback.format_exception(cause)) if cause is not None else ""
         return HookError(f"{self._where}: {self._name} {fault}", self._name, trace)
+
+    def group(
+        self, group: Group, values: Mapping[str, Any], sizes: Sequence[int] | None = None
+    ) -> list[ItemDict]:
+        """Calls a hook that gives back a group, and checks what it gave back."""
+        instance_id = group[0]
+        answer = self(group, values)
+        if not (isinstance(answer, tuple | list) and len(answer) == 2 and isinstance(answer[1], list)):
+            raise self.error(f"gave back {answer!r:.100} instead of (instance_id, list of items)")
+        if type(answer[0]) is not type(instance_id) or answer[0] != instance_id:
+            raise self.error(f"gave back instance id {answer[0]!r:.100} for {instance_id!r:.100}")
+        items: list[ItemDict] = answer[1]
+        if sizes is not None and len(items) not in sizes:
+            raise self.error(f"gave back {len(items)} items; a group has {values['group_size']}")
+        for index, item in enumerate(items):
+            if fault := _fault_of(item, instance_id):
+                raise self.error(f"gave back items[{index}] {fault}")
+            if "raw_reward" in item and item["extra_info"].get("raw_reward") != item["raw_reward"]:
+                item["extra_info"] = {**item["extra_info"], "raw_reward": item["raw_reward"]}
+        return items
 
 
 class Hooks:
@@ -80,16 +129,18 @@ class Hooks:
         self._task_type = task_type
         self.overridden = frozenset(name for name in CONVENTIONS if hasattr(module, name))
         """Names of the hooks that are the file's."""
-        defaults = {name: getattr(groups, name) for name in FINISHING - {"transform_group"}}
-        functions = {**defaults, **{name: getattr(module, name) for name in self.overridden}}
-        self._hooks = {name: _Hook(name, function, where) for name, function in functions.items()}
+        names = self.overridden | FINISHING - {"transform_group"}
+        self._hooks = {
+            name: _Hook(name, getattr(module if name in self.overridden else groups, name), where)
+            for name in names
+        }
 
     def meta_info(self, read: Mapping[InstanceId, list[ItemDict]], settings: GroupSettings) -> dict[str, Any]:
         """The file's own `meta_info` of a read, from all groups that it took. Raises `HookError`."""
         hook = self._hooks["get_group_data_meta_info"]
         meta = hook(read, self._values(settings, False))
         if not isinstance(meta, dict):
-            raise hook.error(f"gave back {_kind(meta)} instead of a dict")
+            raise hook.error(f"gave back {meta!r:.100} instead of a dict")
         return meta
 
     def judge(self, group: Group, settings: GroupSettings, *, timed_out: bool = False) -> Verdict:
@@ -104,7 +155,7 @@ class Hooks:
         answer = hook(group, self._values(settings, timed_out))
         words = answer if isinstance(answer, tuple | list) and len(answer) == 2 else (answer, False)
         if not all(isinstance(word, bool | numpy.bool_) for word in words):
-            raise hook.error(f"gave back {_kind(answer)} instead of True, False or (is_valid, is_finished)")
+            raise hook.error(f"gave back {answer!r:.100} instead of True, False or (is_valid, is_finished)")
         valid, finished = map(bool, words)
         return Verdict(valid, finished or valid or timed_out or len(group[1]) >= settings.group_size)
 
@@ -119,17 +170,27 @@ class Hooks:
             HookError: A hook raised, or gave back no group, another instance id, a wrong number of items, or
                 items that lack what a reader needs.
         """
-        instance_id, items = group
         hooks, values, size = self._hooks, self._values(settings, timed_out), settings.group_size
+        instance_id, items = group
         if transform := hooks.get("transform_group"):
-            return _run(transform, _with_raw_rewards(group), values, range(size + 1))
-        items = [item for item in items if _is_chosen(hooks["filter_item"], item, values)]
-        if len(items) < settings.min_valid_items:
+            return transform.group(_with_raw_rewards(group), values, range(size + 1))
+        choose, chosen = hooks["filter_item"], []
+        for item in items:
+            answer = choose(item, values)
+            try:
+                is_chosen = bool(answer)
+            except Exception as error:  # an array has no truth value
+                raise choose.error(f"gave back {answer!r:.100}: {error}", error) from error
+            if answer is None:
+                raise choose.error("gave back None instead of True or False")
+            if is_chosen:
+                chosen.append(item)
+        if len(chosen) < settings.min_valid_items:
             return []
-        group = _with_raw_rewards((instance_id, items))
+        group = _with_raw_rewards((instance_id, chosen))
         if size > 1 or "normalize_group_data" in self.overridden:  # alone, every reward would become 0
-            group = instance_id, _run(hooks["normalize_group_data"], group, values, None)
-        return _run(hooks["pad_group_data"], group, values, (size,))
+            group = instance_id, hooks["normalize_group_data"].group(group, values)
+        return hooks["pad_group_data"].group(group, values, (size,))
 
     def _values(self, settings: GroupSettings, timed_out: bool) -> dict[str, Any]:
         return {
@@ -156,87 +217,21 @@ def _check_names(module: ModuleType, where: str) -> None:
             raise ConfigError(f"{where}: {name} is no hook, {hint}")
 
 
-def _arguments(name: str, function: Any, where: str) -> tuple[Sequence[str], dict[str, str]]:
-    """Which values a hook gets after its first argument: by place, and by the name of a parameter.
-
-    A parameter gets the value of its name; one of an unknown name the value at its place in slime's call. A
-    hook with `*args` gets all values of slime's call by place.
-    """
-    convention = CONVENTIONS[name]
-    wrong = f"{where}: {name} must be a function of ({', '.join(convention)})"
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{wrong}, is {'async' if callable(function) else _kind(function)}")
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:  # some of Python's own functions
-        raise ConfigError(f"{wrong}; {_kind(function)} has no signature: wrap it in a def") from None
-    by_place: Sequence[str] = ()
-    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
-        by_place = convention[1:]
-        parameters = [one for one in parameters if one.kind is one.KEYWORD_ONLY]
-    elif parameters and parameters[0].kind in (inspect.Parameter.POSITIONAL_ONLY, _PLAIN):
-        parameters = [one for one in parameters[1:] if one.kind is not one.VAR_KEYWORD]
-    else:
-        raise ConfigError(f"{wrong}; it takes no positional argument")
-    by_name: dict[str, str] = {}
-    for place, parameter in enumerate(parameters, start=1):
-        value: str | None = None
-        if parameter.name in _KNOWN or parameter.name in convention[1:]:
-            value = parameter.name
-        elif place < len(convention) and parameter.kind is _PLAIN:
-            value = convention[place]
-        has_default = parameter.default is not parameter.empty
-        if (value is None and not has_default) or parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ConfigError(f"{wrong}; nothing can be given to its parameter {parameter.name}")
-        if value is not None and not (has_default and value in _OWN_DEFAULT):
-            by_name[parameter.name] = value
-    return by_place, by_name
-
-
 def _with_raw_rewards(group: Group) -> Group:
     """Done before a hook is called, so that items that it copies, drops or reorders keep theirs."""
     return group[0], [groups.keep_raw_reward(item, item["reward"]) for item in group[1]]
 
 
-def _run(hook: _Hook, group: Group, values: Mapping[str, Any], sizes: Sequence[int] | None) -> list[ItemDict]:
-    """Calls a hook that gives back a group, and checks what it gave back."""
-    instance_id = group[0]
-    given = hook(group, values)
-    if not (isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[1], list)):
-        raise hook.error(f"gave back {_kind(given)} instead of (instance_id, list of items)")
-    if type(given[0]) is not type(instance_id) or given[0] != instance_id:
-        raise hook.error(f"gave back instance id {given[0]!r:.100} for {instance_id!r:.100}")
-    result: list[ItemDict] = given[1]
-    if sizes is not None and len(result) not in sizes:
-        raise hook.error(f"gave back {len(result)} items; a group has {values['group_size']}")
-    for index, item in enumerate(result):
-        if fault := _fault_of(item, instance_id):
-            raise hook.error(f"gave back items[{index}] {fault}")
-        if "raw_reward" in item and item["extra_info"].get("raw_reward") != item["raw_reward"]:
-            item["extra_info"] = {**item["extra_info"], "raw_reward": item["raw_reward"]}
-    return result
-
-
-def _is_chosen(hook: _Hook, item: ItemDict, values: Mapping[str, Any]) -> bool:
-    answer = hook(item, values)
-    if answer is None:
-        raise hook.error("gave back None instead of True or False")
-    try:
-        return bool(answer)
-    except Exception as error:  # an array has no truth value
-        raise hook.error(f"gave back {_kind(answer)} instead of True or False: {error}", error) from error
-
-
 def _fault_of(item: Any, instance_id: InstanceId) -> str:
     """The fault of an item that a hook gave back; "" if it has none."""
     if type(item) is not dict:
-        return f"that is {_kind(item)}, not a dict"
+        return f"that is {item!r:.100}, not a dict"
     if missing := [key for key in _REQUIRED if key not in item]:
         return f"without {', '.join(missing)}"
     if item["instance_id"] != instance_id:
-        return f"of instance id {item['instance_id']!r:.100}, not {instance_id!r:.100}"
+        return f"of instance_id {item['instance_id']!r:.100}, not {instance_id!r:.100}"
     if not isinstance(item["extra_info"], dict):
-        return f"whose extra_info is {_kind(item['extra_info'])}, not a dict"
+        return f"whose extra_info is {item['extra_info']!r:.100}, not a dict"
     reward = item["reward"]
     is_number = isinstance(reward, int | float | numpy.number) and not isinstance(reward, bool)
     try:
@@ -244,7 +239,3 @@ def _fault_of(item: Any, instance_id: InstanceId) -> str:
     except (OverflowError, TypeError):  # a whole number of hundreds of digits; a complex one
         good = False
     return "" if good else f"whose reward is {reward!r:.100}, not a finite number or None"
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else f"a value of type {type(value).__name__}"

@@ -67,9 +67,11 @@ class JobFailure(msgspec.Struct, frozen=True, rename={"task": "task_type"}):
 
     def __str__(self) -> str:
         fate = "it was given up" if self.final else "it is started again"
-        times = "once" if self.crashes == 1 else f"{self.crashes} times"
         where = f"; log: {self.log}" if self.log else ""
-        return f"generator of task {self.task!r} (job {self.job}) failed {times}, {fate}: {self.error}{where}"
+        return (
+            f"generator of task {self.task!r} (job {self.job}) failed {self.crashes} times, {fate}: "
+            f"{self.error}{where}"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -142,21 +144,19 @@ class Jobs:
         Raises `ConfigError`, or `StorageError`: then what ran before goes on.
         """
         try:
-            record, warnings = await self._start(payload, shown_token)
+            payload, warnings = self._rules.check(payload, shown_token)
+            payload["num_repeat_per_sample"] = self._group_defaults.for_job(payload).group_size
+            await self._files.refresh()
+            self._find_file(payload["task_type"])
         except ConfigError as error:
             if str(error) != self._refused:  # slime's client repeats a refused start for ever
                 _LOG.warning("no job is started: %s", error)
             self._refused = str(error)
             raise
         self._refused = ""
-        return record, warnings
-
-    async def _start(self, payload: Any, shown_token: bool) -> tuple[JobRecord, list[str]]:
-        payload, warnings = self._rules.check(payload, shown_token)
-        payload["num_repeat_per_sample"] = self._group_defaults.for_job(payload).group_size
-        await self._files.refresh()
         async with self._changing:
-            last = next(reversed(await self._store.jobs()), None)
+            jobs = await self._store.jobs()
+            last = jobs[-1] if jobs else None
             left = last is not None and await self._store.has_groups(last.id)
             same = last if last is not None and _work(last.payload) == _work(payload) else None
             moved = same is None or any(same.payload.get(key) != payload.get(key) for key in _HOW)
@@ -165,7 +165,6 @@ class Jobs:
             if same is not None and same.state == "finished" and left:
                 why = f"job {same.id} has finished, and groups of it are left: until then nothing starts"
                 return same, [*warnings, why]
-            self._find_file(payload["task_type"])
             if same is not None and same.state != "finished":
                 # What was completed since its first start, the store counts.
                 payload["skip_instance_ids"] = same.payload["skip_instance_ids"]
@@ -173,7 +172,6 @@ class Jobs:
             else:
                 record = JobRecord(
                     id=uuid4().hex[:12],
-                    number=0,
                     task=payload["task_type"],
                     payload=payload,
                     state="running",
@@ -187,8 +185,9 @@ class Jobs:
             await self._end_generator()  # what it still writes is its own job's
             record = await self._store.save_job(record)
             self._wake.set()  # the loop starts it, and stops the one before
-        what = "is started" if same is None or same.id != record.id else "goes on"
-        _LOG.info("job %s of task %r %s: %r", record.id, record.task, what, record.payload.get("input_file"))
+        _LOG.info(
+            "job %s of task %r is started: %r", record.id, record.task, record.payload.get("input_file")
+        )
         for warning in warnings:
             _LOG.warning("job %s: %s", record.id, warning)
         return record, warnings
@@ -219,14 +218,9 @@ class Jobs:
     def _failure(self, record: JobRecord) -> JobFailure:
         log = self.log_of(record)
         return JobFailure(
-            job=record.id,
-            task=record.task,
-            error=record.error,
-            traceback=record.traceback,
-            crashes=record.crashes,
-            final=record.state == "failed",
-            log=str(log) if log.exists() else "",
-        )
+            record.id, record.task, record.error, record.traceback, record.crashes,
+            final=record.state == "failed", log=str(log) if log.exists() else "",
+        )  # fmt: skip
 
     def _has_progress(self, run: _Run) -> bool:
         return run.ended is not None and self._store.items_of_job > run.items

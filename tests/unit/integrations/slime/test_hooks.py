@@ -154,23 +154,20 @@ async def an_async_hook(item: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    "function",
     [
-        (an_async_hook, "is async"),
-        (3, "is a value of type int"),
-        (bool, "has no signature"),
-        (lambda: True, "takes no positional argument"),
-        (lambda item, task_type, threshold: True, "its parameter threshold"),
-        (lambda item, *, threshold: True, "its parameter threshold"),
-        (lambda item, kind, /: True, "its parameter kind"),
+        an_async_hook,
+        3,
+        bool,
+        lambda: True,
+        lambda item, task_type, threshold: True,
+        lambda item, *, threshold: True,
+        lambda item, kind, /: True,
     ],
 )
-def test_hooks_that_cannot_be_called_are_refused(function: Any, said: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"/g/math_generator.py: filter_item must be a function of"
-    ) as caught:
+def test_hooks_that_cannot_be_called_are_refused(function: Any) -> None:
+    with pytest.raises(ConfigError, match=r"/g/math_generator.py: filter_item must be a function of"):
         hooks_of(filter_item=function)
-    assert said in str(caught.value)
 
 
 TRANSFORM = """
@@ -220,50 +217,45 @@ def test_a_hook_that_raises_is_named_with_its_traceback(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize(
-    ("name", "give_back", "said"),
+    ("name", "give_back"),
     [
-        ("is_valid_group", lambda group: None, "gave back None instead of True, False"),
-        ("is_valid_group", lambda group: 1, "gave back a value of type int"),
-        ("is_valid_group", lambda group: (True,), "gave back a value of type tuple"),
-        ("get_group_data_meta_info", lambda temp: None, "gave back None instead of a dict"),
-        ("filter_item", lambda item: None, "gave back None instead of True or False"),
-        ("filter_item", lambda item: numpy.zeros(2), "gave back a value of type ndarray instead of True or"),
-        ("normalize_group_data", lambda group: None, "gave back None instead of"),
-        ("normalize_group_data", lambda group: group[1], r"instead of \(instance_id, list of items\)"),
-        ("normalize_group_data", lambda group: ("other", group[1]), "instance id 'other' for 'q'"),
-        ("normalize_group_data", lambda group: (group[0], [1]), r"items\[0\] that is a value of type int"),
-        ("pad_group_data", lambda group: (group[0], group[1][:3]), "gave back 3 items; a group has 4"),
-        ("pad_group_data", lambda group: (group[0], group[1] * 2), "gave back 8 items; a group has 4"),
-        ("transform_group", lambda group: (group[0], group[1] * 2), "gave back 8 items; a group has 4"),
+        ("is_valid_group", lambda group: None),
+        ("is_valid_group", lambda group: 1),
+        ("is_valid_group", lambda group: (True,)),
+        ("get_group_data_meta_info", lambda temp: None),
+        ("filter_item", lambda item: None),
+        ("filter_item", lambda item: numpy.zeros(2)),
+        ("normalize_group_data", lambda group: None),
+        ("normalize_group_data", lambda group: group[1]),
+        ("normalize_group_data", lambda group: ("other", group[1])),
+        ("normalize_group_data", lambda group: (group[0], [1])),
+        ("pad_group_data", lambda group: (group[0], group[1][:3])),
+        ("pad_group_data", lambda group: (group[0], group[1] * 2)),
+        ("transform_group", lambda group: (group[0], group[1] * 2)),
     ],
 )
-def test_what_cannot_be_handed_out_is_refused(name: str, give_back: Any, said: str) -> None:
+def test_what_cannot_be_handed_out_is_refused(name: str, give_back: Any) -> None:
     hooks = hooks_of(**{name: give_back})
-    with pytest.raises(HookError, match=said) as caught:
+    with pytest.raises(HookError, match=f"^/g/math_generator.py: {name} gave back") as caught:
         call_all(hooks, named_group([0, 1, 1, 0.5]))
-    assert str(caught.value).startswith(f"/g/math_generator.py: {name} gave back")
     assert caught.value.traceback
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change",
     [
-        ({"messages": None}, "without messages"),
-        ({"instance_id": 3}, "of instance id 3, not 'q'"),
-        ({"extra_info": 5}, "whose extra_info is a value of type int"),
-        ({"reward": math.nan}, "whose reward is nan"),
-        ({"reward": numpy.float32("inf")}, "whose reward is .*inf"),
-        ({"reward": "1"}, "whose reward is '1', not a finite number"),
-        ({"reward": True}, "whose reward is True"),
-        ({"reward": 10**400}, "whose reward is 1000.*, not a finite number"),
+        {"messages": None},
+        {"instance_id": 3},
+        {"extra_info": 5},
+        *({"reward": reward} for reward in (math.nan, numpy.float32("inf"), "1", True, 10**400)),
     ],
 )
-def test_items_that_a_reader_cannot_use_are_refused(change: dict[str, Any], said: str) -> None:
+def test_items_that_a_reader_cannot_use_are_refused(change: dict[str, Any]) -> None:
     def transform_group(group: Any) -> Any:
         items = [{**item, **change} for item in group[1]]
         return group[0], [{k: v for k, v in item.items() if k != "messages" or v} for item in items]
 
-    with pytest.raises(HookError, match=rf"transform_group gave back items\[0\] {said}"):
+    with pytest.raises(HookError, match=rf"transform_group gave back items\[0\] .*{next(iter(change))}"):
         hooks_of(transform_group=transform_group).finish(named_group([0, 1, 1, 0.5]), SETTINGS)
 
 

@@ -178,7 +178,7 @@ async def test_the_same_payload_is_the_same_job_however_often_it_is_sent(
     await jobs.start({**PAYLOAD, "num_repeat_per_sample": 8})
     assert len(world.payloads) == len(world.store.known_jobs) == 1
     other, warnings = await jobs.start({**PAYLOAD, "num_epochs": 2})
-    assert len(warnings) == 1 and "'num_epoch'" in warnings[0] and warnings[0] in caplog.text
+    assert len(warnings) == 1 and "'num_epochs'" in warnings[0] and warnings[0] in caplog.text
     await world.runs(2)
     assert {one.id: one.state for one in await world.store.jobs()} == {job: "stopped", other.id: "running"}
     await jobs.close()

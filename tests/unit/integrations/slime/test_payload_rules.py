@@ -206,7 +206,7 @@ KEYS = st.text(max_size=5) | st.sampled_from(["rollstream", "remote_buffer_url",
 def test_what_was_checked_stays_as_it_is_when_it_is_checked_again(
     folders: Folders, payload: dict[str, Any]
 ) -> None:
-    fine = {"num_epoch": "2", "num_process": " 100 ", "max_tokens": None, "skip_instance_ids": [7, "7", 7]}
+    fine = {"num_epoch": "2", "num_process": "100", "max_tokens": None, "skip_instance_ids": [7, "7", 7]}
     payload = {"task_type": "math", "input_file": "a.jsonl", **fine, **payload}
     before = repr(payload)
     try:
