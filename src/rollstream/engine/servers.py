@@ -7,7 +7,6 @@ from pathlib import Path, PurePath
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
-import orjson
 
 from rollstream.aio import SharedCheck
 from rollstream.engine.base import EngineLoad
@@ -153,18 +152,6 @@ def model_names(path: str) -> set[str]:
     """
     parts = PurePath(path).parts
     return {*parts[-1:], *(part.rpartition("--")[2] for part in parts if part.startswith("models--"))}
-
-
-def has_tied_embeddings(model: str) -> bool:
-    """Whether the folder of a model has no output layer of its own; False where it is no folder here."""
-    folder = Path(model).expanduser()
-    if (tied := read_model_limits(folder).tied_embeddings) is not None:
-        return tied
-    names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with file.open("rb") as stream:  # eight bytes of length, then names and places as JSON
-            names |= set(orjson.loads(stream.read(int.from_bytes(stream.read(8), "little"))))
-    return bool(names) and not any("lm_head" in name for name in names)
 
 
 def card_names(card: Mapping[str, Any]) -> set[str]:

@@ -36,7 +36,7 @@ from rollstream.engine.servers import (
     check_sampled,
     check_scores,
     decode_reply,
-    has_tied_embeddings,
+    model_limits,
     model_names,
     weight_version,
 )
@@ -250,7 +250,7 @@ class VLLMReplica(ServerReplica):
         """
         # The server's own folder, where it is to be seen from here.
         folder = self._root if self._root and Path(self._root).is_dir() else self._model_path
-        if folder is None or not has_tied_embeddings(folder):
+        if not model_limits(folder).tied_embeddings:
             return False
         timeout = self._kwargs["probe_timeout"]  # the server looks through its machine for this
         status, payload = await self._server.get("/server_info?config_format=json", timeout_s=timeout)

@@ -30,11 +30,11 @@ from rollstream.chat.tool_schema import load_tool_schemas
 from rollstream.config.settings import LaunchSettings, RewardSettings, Settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Engine
+from rollstream.engine.checks import check_capabilities
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.launch.plan import OWN_KEYS, LaunchRequest, refuse_secrets
 from rollstream.engine.load import RequestMeter
 from rollstream.engine.registry import (
-    check_capabilities,
     check_engine_config,
     create_engine,
     engine_kind,

@@ -23,7 +23,8 @@ from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Engine
-from rollstream.engine.registry import check_capabilities, check_engine_config
+from rollstream.engine.checks import check_capabilities
+from rollstream.engine.registry import check_engine_config
 from rollstream.errors import ConfigError, DataError
 from rollstream.generation.execution import Execution, Start, join_cluster, start_in_workers
 from rollstream.generation.identity import build_identity
