@@ -310,8 +310,8 @@ async def test_a_conversation_without_a_tokenizer_needs_usage(
     ("more", "said"),
     [
         ({"actor_rollout_ref.rollout.calculate_log_probs": "true"}, "calculate_log_probs=false"),
-        ({"actor_rollout_ref.rollout.top_k": 5}, r"top_k=-1"),
-        ({"actor_rollout_ref.rollout.ignore_eos": "true"}, "ignore_eos=false"),
+        ({"actor_rollout_ref.rollout.top_k": 5}, "top_k"),
+        ({"actor_rollout_ref.rollout.ignore_eos": "true"}, "ignore_eos"),
         ({"actor_rollout_ref.rollout.stop_token_ids": "[3]"}, "stop_token_ids"),
         ({"generation.seed": 1}, "honours_seed"),
         ({"data.truncation": "left"}, "truncation=error"),

@@ -148,7 +148,7 @@ def check_capabilities(
         if sampling.ignore_eos:
             problems.append(f"{_ROLLOUT}.ignore_eos: it cannot go on after an end token")
     if sampling.logprobs and capabilities.logprobs == "none":
-        problems.append(f"{_ROLLOUT}.calculate_log_probs: it has none")
+        problems.append(f"it has no log-probs; set {_ROLLOUT}.calculate_log_probs=false")
     changes = sampling_changes(sampling)
     if sampling.logprobs and logprobs_mode not in (None, f"{capabilities.logprobs}_logprobs") and changes:
         problems.append(
