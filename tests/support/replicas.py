@@ -84,7 +84,8 @@ class FakeReplica:
             raise ReplicaUnavailableError(f"{self.name} is away")
         return [self.logprobs] * (len(ids) - start)
 
-    async def abort(self, rid: str) -> None: ...
+    async def abort(self, rid: str) -> bool:
+        return True
 
     async def health(self) -> bool:
         return not (self.away or self.hangs or self.paused or (self.deaf_while_loading and self.loading))

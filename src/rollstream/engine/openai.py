@@ -236,9 +236,10 @@ class OpenAIReplica:
             task.cancel()  # closes the connection, which ends the request in most servers
             await asyncio.gather(task, return_exceptions=True)
 
-    async def abort(self, rid: str) -> None:
+    async def abort(self, rid: str) -> bool:
         if (task := self._in_flight.get(rid)) is not None:
             task.cancel()
+        return True
 
     async def health(self) -> bool:
         if self._stopped:

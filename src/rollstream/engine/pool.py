@@ -77,7 +77,7 @@ class _Request:
 
     def end_wait(self, after: float = 0.0) -> None:
         at = asyncio.get_running_loop().time() + after
-        if self.timeout is not None and ((when := self.timeout.when()) is None or at < when):
+        if self.member is not None and self.timeout and ((when := self.timeout.when()) is None or at < when):
             self.timeout.reschedule(at)
 
 
@@ -150,7 +150,7 @@ class PoolEngine:
         self._requests: dict[str, _Request] = {}
         self._loads = LoadSum()
         self._watching: asyncio.Task[None] | None = None
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._aborts: set[asyncio.Task[bool]] = set()
         self._closed = False
 
     @property
@@ -238,8 +238,8 @@ class PoolEngine:
             while not request.sent.aborted:
                 if self._closed:
                     raise EngineUnavailableError("the engine is closed")
-                if not readiness.is_settled:
-                    await readiness.settled()
+                if not readiness.settled.is_set():
+                    await readiness.settled.wait()
                     continue
                 candidates = [member for member in readiness.ready.values() if member.name not in failures]
                 if candidates:
@@ -260,8 +260,8 @@ class PoolEngine:
         if (request := self._requests.get(request_id)) is not None:
             request.sent.aborted = True
             request.end_wait(after=_ABORT_TIMEOUT_S)
-            if request.member is not None:
-                await request.member.replica.abort(request.sent.rid)
+            if request.member is not None and not await request.member.replica.abort(request.sent.rid):
+                request.end_wait()
 
     async def score(self, ids: list[int], start: int = 1) -> list[float]:
         """See `ScoresIds.score`; asks one of the replicas that are ready."""
@@ -331,8 +331,9 @@ class PoolEngine:
             self._answered(member, len(completion.token_ids), now() - began)
             return completion
         except TimeoutError:
-            problem = "end what was aborted" if sent.aborted else "answer, and it is not healthy"
-            error: EngineError = ReplicaUnavailableError(f"{name} does not {problem}")
+            if sent.aborted:
+                return None
+            error: EngineError = ReplicaUnavailableError(f"{name} does not answer, and it is not healthy")
         except (ReplicaUnavailableError, TransientEngineError) as caught:
             error = caught
         except EngineError:
@@ -372,12 +373,10 @@ class PoolEngine:
     def _answered(self, member: Member, tokens: int, seconds: float) -> None:
         member.alive_at = asyncio.get_running_loop().time()
         member.failures = 0
+        member.backoff.reset()
         if tokens:
             member.tokens = _MEMORY * member.tokens + tokens
             member.seconds = _MEMORY * member.seconds + seconds
-        if not member.has_served and member.is_ready:
-            member.has_served = True
-            member.backoff.reset()
 
     def _refusal(self, failures: Mapping[str, EngineError]) -> EngineError:
         """The error when no replica is left for a request, with what each of them failed at."""

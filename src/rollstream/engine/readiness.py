@@ -65,8 +65,6 @@ class Member:
     tokens: float = 0.0
     seconds: float = 0.0
     """Sums over its answers, of which the latest weigh most."""
-    has_served: bool = False
-    """It has answered since it became ready: then the first try to make it ready again needs no pause."""
 
     backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_PAUSE_S, _PAUSE_S_MAX))
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -110,8 +108,9 @@ class Readiness:
         self._score = score
         self._said_unchanged = False
         self._one_update = asyncio.Lock()
-        self._settled = asyncio.Event()
-        self._settled.set()
+        self.settled = asyncio.Event()
+        """Set while no update is under way: only then a replica may be given requests."""
+        self.settled.set()
         self._closed = False
 
     async def join(self, replica: Replica) -> bool:
@@ -154,7 +153,7 @@ class Readiness:
 
     def is_loading(self, name: str) -> bool:
         """Whether a replica loads weights: it may be deaf, paused and not healthy meanwhile."""
-        return not self.is_settled or (name in self.members and self.members[name].is_loading)
+        return not self.settled.is_set() or (name in self.members and self.members[name].is_loading)
 
     async def try_now(self, seconds: float) -> bool:
         """Tries at once to make replicas ready. Returns whether one is, at the latest after so many seconds."""
@@ -171,15 +170,6 @@ class Readiness:
             async with asyncio.timeout(seconds):
                 await any_true(map(becomes_ready, waiting))
         return bool(self.ready)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether no update is under way: only then a replica may be given requests."""
-        return self._settled.is_set()
-
-    async def settled(self) -> None:
-        """Returns when no update is under way."""
-        await self._settled.wait()
 
     async def update(self, source: str, version: int) -> None:
         """Loads weights on all replicas; one update at a time.
@@ -198,11 +188,11 @@ class Readiness:
                 such a replica gets no request.
         """
         async with self._one_update:
-            self._settled.clear()
+            self.settled.clear()
             try:
                 await finish_despite_cancellation(self._update(Weights(source, version)))
             finally:
-                self._settled.set()
+                self.settled.set()
         if not self.ready:
             await self.try_now(_PAUSE_S_MAX)
 
@@ -220,7 +210,7 @@ class Readiness:
                 task.cancel()
 
     def _set_ready(self, member: Member) -> None:
-        member.is_ready, member.task, member.has_served, member.cause = True, None, False, ""
+        member.is_ready, member.task, member.cause = True, None, ""
         self.ready[member.name] = member
 
     def _set_not_ready(self, member: Member) -> None:
@@ -228,13 +218,11 @@ class Readiness:
         self.ready.pop(member.name, None)
 
     async def _until_ready(self, member: Member) -> None:
-        is_pause_due = not member.has_served
         while not member.is_ready:
-            if is_pause_due:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(member.backoff.pause()):
-                        await member.wake.wait()
-                member.wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(member.backoff.pause()):
+                    await member.wake.wait()
+            member.wake.clear()
             try:
                 if await self._make_ready(member):
                     self._set_ready(member)
@@ -247,7 +235,6 @@ class Readiness:
                 member.cause = f"{member.name}: {error!r}"
                 _LOG.exception("%s cannot be made ready", member.name)
             member.tried.set()
-            is_pause_due = True
 
     async def _make_ready(self, member: Member) -> bool:
         """One try: whether a replica is what the run needs, has the wanted weights and is healthy.
@@ -257,12 +244,12 @@ class Readiness:
         """
         await self._check(member.replica)  # also before a load: it may be another server by now
         while True:
-            await self._settled.wait()
+            await self.settled.wait()
             if member.weights != self.wanted:
                 await self._load(member)
             elif not await member.replica.health():
                 return False
-            elif self.is_settled and member.weights == self.wanted:
+            elif self.settled.is_set() and member.weights == self.wanted:
                 return True
 
     async def _load(self, member: Member) -> None:

@@ -72,8 +72,12 @@ class Replica(Protocol):
         """Answers a request. Cancelling it leaves the request in the server: `abort` ends it there."""
         ...
 
-    async def abort(self, rid: str) -> None:
-        """Ends a request in the server; its `generate` returns what there is. Never raises."""
+    async def abort(self, rid: str) -> bool:
+        """Ends a request in the server; its `generate` returns what there is. Never raises.
+
+        Returns:
+            False where the server has no way to do so: it ends a request whose connection is closed.
+        """
         ...
 
     async def health(self) -> bool:

@@ -127,8 +127,9 @@ class SGLangReplica(ServerReplica):
             values = [None, *values]
         return check_scores(self.name, values, len(ids))[start:]
 
-    async def abort(self, rid: str) -> None:
+    async def abort(self, rid: str) -> bool:
         await self._tell_abort("/abort_request", {"rid": rid})
+        return True
 
     async def health(self) -> bool:
         """SGLang's `/health` generates a token. A router's may only say that the router runs; then its

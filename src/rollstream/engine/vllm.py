@@ -9,7 +9,6 @@ Source: `vllm/entrypoints/scale_out/token_in_token_out/protocol.py` and
 `vllm/entrypoints/openai/completion/protocol.py` of vLLM 0.32; https://docs.vllm.ai.
 """
 
-import asyncio
 import logging
 import math
 import secrets
@@ -77,12 +76,10 @@ class VLLMReplica(ServerReplica):
         self._is_dev = False
         self._model = self._root = ""
         """The model's name, and its folder on the server's disk."""
-        self._names_requests = True
         self._capabilities: Capabilities | None = None
         """What it said last."""
         self._paused_by_us = False
         """Since an update that failed. Until one goes well nothing can be sampled there."""
-        self._in_flight: dict[str, asyncio.Task[bytes]] = {}
 
     async def describe(self) -> Capabilities:
         """See `Replica.describe`; while a pause of our own lasts, what the server said before it."""
@@ -104,7 +101,6 @@ class VLLMReplica(ServerReplica):
             if own is None:
                 logprobs, stop_strings = await self._probe()
             else:
-                self._names_requests = True
                 logprobs, stop_strings = own["logprobs"], own["stop_strings"]
         except TransientEngineError as error:
             raise ReplicaUnavailableError(str(error)) from error
@@ -125,28 +121,16 @@ class VLLMReplica(ServerReplica):
         return self._capabilities
 
     async def generate(self, request: ReplicaRequest) -> Completion:
-        if request.aborted:
-            return _aborted(request)
         route = self._route  # the one of now: a server that was restarted may have another
         body = request_body(route, request.prompt_ids, request.sampling, request.rid, self._model)
-        task = asyncio.ensure_future(
-            self._server.post(
-                route,
-                orjson.dumps(body),
-                is_healthy=self._health.ask,
-                wanted=lambda: not request.aborted,
-            )
-        )
-        self._in_flight[request.rid] = task
         try:
-            await asyncio.wait((task,))
-            if task.cancelled():  # by `abort`, which knows no other way
-                return _aborted(request)
+            payload = await self._server.post(
+                route, orjson.dumps(body), is_healthy=self._health.ask, wanted=lambda: not request.aborted
+            )
             return read_reply(
                 self.name,
-                task.result(),
+                payload,
                 request.sampling,
-                rid=request.rid if self._names_requests else None,
                 prompt_tokens=len(request.prompt_ids),
                 vocab_size=self._limits.vocab_size,
             )
@@ -155,10 +139,6 @@ class VLLMReplica(ServerReplica):
             if await self._health.ask():
                 raise
             raise ReplicaUnavailableError(f"{error}, and it is not healthy") from error
-        finally:
-            del self._in_flight[request.rid]
-            task.cancel()  # closes the connection, which ends the request in the server
-            await asyncio.gather(task, return_exceptions=True)
 
     async def score(self, ids: list[int], start: int = 1) -> list[float]:
         """See `ScoresIds.score`."""
@@ -170,13 +150,11 @@ class VLLMReplica(ServerReplica):
         known = [None if value is None or value <= _UNKNOWN_LOGPROB else value for value in values]
         return check_scores(self.name, known, len(ids))[start:]
 
-    async def abort(self, rid: str) -> None:
-        """Ends a request in the server. One without an abort route loses what it has sampled of it."""
+    async def abort(self, rid: str) -> bool:
         if self._abort_path is None:
-            if (task := self._in_flight.get(rid)) is not None:
-                task.cancel()
-            return
+            return False
         await self._tell_abort(self._abort_path, {"request_ids": [server_request_id(self._route, rid)]})
+        return True
 
     async def health(self) -> bool:
         if await self._server.answers("/health") != 200:
@@ -282,7 +260,7 @@ class VLLMReplica(ServerReplica):
         if payload is None:
             payload = await self._tell(self._route, body, timeout_s=timeout)
         try:
-            kind, self._names_requests = read_probe(payload, rid)
+            kind = read_probe(payload)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise EngineError(f"{self.name}{self._route} answers with something else: {error!r}") from error
         if kind == "none":
@@ -301,11 +279,6 @@ class VLLMReplica(ServerReplica):
         except EngineError as error:
             _LOG.info("%s does not take %s: %s", self.name, path, error)
             return None
-
-
-def _aborted(request: ReplicaRequest) -> Completion:
-    """Of a request that was aborted before there was anything."""
-    return Completion([], [] if request.sampling.logprobs else None, "abort")
 
 
 class VLLMEngine(ServerEngine):
@@ -363,9 +336,6 @@ class _Choice(msgspec.Struct):
 
 class _Reply(msgspec.Struct):
     choices: list[_Choice]
-    request_id: str = ""
-    """Of the generate route; the other one has an `id`."""
-    id: str = ""
     usage: _Usage | None = None
 
 
@@ -443,7 +413,6 @@ def read_reply(
     payload: bytes,
     sampling: SamplingParams,
     *,
-    rid: str | None,
     prompt_tokens: int,
     vocab_size: int | None,
 ) -> Completion:
@@ -453,7 +422,6 @@ def read_reply(
         server: named in errors.
         payload: the body of an HTTP 200.
         sampling: what was asked for.
-        rid: of the request that this must answer; None where somebody between renames requests.
         prompt_tokens: of the request.
         vocab_size: ids must be below it; None where nobody said.
 
@@ -461,9 +429,6 @@ def read_reply(
         TransientEngineError: the reply is broken.
     """
     reply = decode_reply(server, _REPLY, payload)
-    answered = reply.request_id or reply.id
-    if rid is not None and not answered.endswith(f"-{rid}"):
-        raise broken_reply(server, f"it answers request {answered!r} instead of {rid!r}")
     if len(reply.choices) != 1:
         raise broken_reply(server, f"it has {len(reply.choices)} answers instead of one")
     choice, usage = reply.choices[0], reply.usage or _Usage()
@@ -491,8 +456,8 @@ def read_reply(
     )
 
 
-def read_probe(payload: bytes, rid: str) -> tuple[LogprobKind | Literal["none"], bool]:
-    """What the log-probs in a probe's reply are of, and whether the reply names the request.
+def read_probe(payload: bytes) -> LogprobKind | Literal["none"]:
+    """The distribution that the log-probs in a probe's reply are of.
 
     The probe asked for the best token alone (`top_k` 1) and for the log-probs of several. In the distribution
     that is sampled from, the others have probability 0, and in the model's own they don't. Logits
@@ -501,9 +466,7 @@ def read_probe(payload: bytes, rid: str) -> tuple[LogprobKind | Literal["none"],
     Raises:
         ValueError, LookupError, TypeError, AttributeError: it is no reply to a probe.
     """
-    reply = orjson.loads(payload)
-    named = str(reply.get("request_id") or reply.get("id")).endswith(f"-{rid}")
-    logprobs = reply["choices"][0]["logprobs"]
+    logprobs = orjson.loads(payload)["choices"][0]["logprobs"]
     values: list[float] = []
     if logprobs.get("content"):
         values = [float(top["logprob"]) for top in logprobs["content"][0]["top_logprobs"]]
@@ -511,10 +474,10 @@ def read_probe(payload: bytes, rid: str) -> tuple[LogprobKind | Literal["none"],
         values = [float(value) for value in logprobs["top_logprobs"][0].values()]
     known = [value for value in values if value > _UNKNOWN_LOGPROB]
     if not known or max(known) > 80 or sum(map(math.exp, known)) > 1.0001:  # exp(80) still is a float
-        return "none", named
+        return "none"
     if len(known) == len(values) > 1:
-        return "raw", named
-    return ("processed" if abs(known[0]) < 1e-4 and len(known) == 1 else "none"), named
+        return "raw"
+    return "processed" if abs(known[0]) < 1e-4 and len(known) == 1 else "none"
 
 
 def _read_logprobs(server: str, logprobs: _Logprobs, ids: list[int]) -> list[float]:
