@@ -23,7 +23,7 @@ import orjson
 import pyarrow as pa
 
 from bench.report import parse_options, peak_rss_mb, print_table, write_json
-from rollstream.store.batch import batch_metadata, build_table, write_table_durably
+from rollstream.store.batch import batch_metadata, build_table, write_tables_durably
 from rollstream.store.manifest import SHARD_IDENTITY, new_manifest
 from rollstream.store.records import RecordCodec, RolloutRecord
 from rollstream.store.run_dir import lock_run, open_run
@@ -52,7 +52,7 @@ def make_run(root: Path, rollouts: int, *, shard: int | None, longest: int) -> N
             table = _fresh(template, number + 100_000 * (shard or 0)).set_column(
                 0, template.schema.field(0), pa.array(index)
             )
-            write_table_durably(run.paths.batch(number), table, batch_metadata(run.manifest.run_id_bytes))
+            write_tables_durably(run.paths.batch(number), [table], batch_metadata(run.manifest.run_id_bytes))
     with open_run(lock_run(root), root, manifest, config_yaml="{}\n", fresh=False) as run:
         write_checkpoint(run.paths, run.manifest, run.state, total=rollouts)
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bench.report import parse_options, peak_rss_mb, print_table, write_json
-from rollstream.store.batch import batch_metadata, build_table, write_table_durably
+from rollstream.store.batch import batch_metadata, build_table, write_tables_durably
 from rollstream.store.manifest import Manifest, new_manifest
 from rollstream.store.records import RecordCodec
 from rollstream.store.run_dir import lock_run, open_run
@@ -48,7 +48,7 @@ def make_run(root: Path, rollouts: int) -> None:
         for number in range(rollouts // BATCH_ROWS):
             rows = np.arange(number * BATCH_ROWS, (number + 1) * BATCH_ROWS)
             table = template.set_column(0, template.schema.field(0), pa.array(rows // N))
-            write_table_durably(run.paths.batch(number), table, batch_metadata(run_id))
+            write_tables_durably(run.paths.batch(number), [table], batch_metadata(run_id))
 
 
 def _trajectory(seed: int) -> Trajectory:

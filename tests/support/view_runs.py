@@ -20,10 +20,8 @@ import pyarrow as pa
 from rollstream.demo import MODEL_PATH
 from rollstream.store.batch import (
     METRIC_NAMES,
-    RECORDED,
+    SCHEMA,
     batch_metadata,
-    with_counts,
-    write_table_durably,
     write_tables_durably,
 )
 from rollstream.store.manifest import Manifest, new_manifest
@@ -279,7 +277,7 @@ def large_run(root: Path, rows: int, *, n: int = 8, tokens: int = 48, sealed_row
         else:
             for number, start in enumerate(range(0, rows, sealed_rows)):
                 table = _table(start, min(rows, start + sealed_rows), n, tokens)
-                write_table_durably(run.paths.batch(number), table, batch_metadata(run_id))
+                write_tables_durably(run.paths.batch(number), [table], batch_metadata(run_id))
     checkpoint = {
         "total": rows,
         "completed": rows,
@@ -320,6 +318,7 @@ def _table(start: int, end: int, n: int, tokens: int) -> pa.Table:
         [pa.array(np.zeros(count, np.int32)), pa.array((index // 1000).astype(np.int64))],
         ["start", "version"],
     )
+    logprobs = -rng.random(total, np.float32)
     columns = {
         "index": pa.array(index.astype(np.int64)),
         "repeat": pa.array((at % n).astype(np.int32)),
@@ -328,7 +327,7 @@ def _table(start: int, end: int, n: int, tokens: int) -> pa.Table:
         "prompt_ids": pa.ListArray.from_arrays(prompt_offsets, pa.array(np.full(count * 16, 20, np.int32))),
         "response_ids": pa.ListArray.from_arrays(offsets, ids),
         "response_mask": pa.ListArray.from_arrays(offsets, pa.array(np.ones(total, np.int8))),
-        "response_logprobs": pa.ListArray.from_arrays(offsets, pa.array(-rng.random(total, np.float32))),
+        "response_logprobs": pa.ListArray.from_arrays(offsets, pa.array(logprobs)),
         "policy_versions": pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32)), versions),
         "messages": messages,
         "is_snapshot": pa.array(np.zeros(count, bool)),
@@ -344,8 +343,12 @@ def _table(start: int, end: int, n: int, tokens: int) -> pa.Table:
         "ground_truth": text(['"42"'] * count),
         "extra": text(["{}"] * count),
     }
-    recorded = pa.Table.from_arrays([columns[name] for name in RECORDED.names], schema=RECORDED)
-    return with_counts(recorded, pa.array(1.7e9 + at / 1000))
+    counted = pa.array(lengths.astype(np.int32))
+    columns |= {"prompt_tokens": pa.array(np.full(count, 16, np.int32)), "response_tokens": counted}
+    columns |= {"sampled_tokens": counted, "finished_at": pa.array(1.7e9 + at / 1000)}
+    sums = np.add.reduceat(logprobs, offsets.to_numpy()[:-1])
+    columns["mean_logprob"] = pa.array((sums / lengths).astype(np.float32))
+    return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
 def main() -> None:

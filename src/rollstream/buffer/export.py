@@ -160,7 +160,7 @@ class _Writer:
         manifest = new_manifest(n=1, identity=identity, dataset={}, versions=versions, config={})
         paths.batches.mkdir()
         paths.failures.mkdir()
-        failures, codec = JournalFile(paths.failures / "000000.rsj", manifest.run_id_bytes), RecordCodec()
+        failures, codec = list[bytes](), RecordCodec()
 
         def rollouts() -> Iterator[RolloutRecord]:
             for record in self._records():
@@ -173,10 +173,11 @@ class _Writer:
 
         try:
             write_tables_durably(paths.batch(0), _tables(rollouts()), batch_metadata(manifest.run_id_bytes))
+            journal = JournalFile(paths.failures / "000000.rsj", manifest.run_id_bytes)
+            journal.append_durably(b"".join(failures))
+            journal.close()
         except OSError as error:
             raise StorageError(f"cannot write to {paths.root}: {error.strerror or error}") from error
-        finally:
-            failures.close()
         manifest = msgspec.structs.replace(manifest, n=max(1, self._counts["largest"]))
         write_manifest(paths.root, manifest)
         return BufferRun(paths, manifest, self._counts["items"], self._notes(), self._damage)

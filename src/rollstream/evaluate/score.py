@@ -101,14 +101,14 @@ def _reward(options: argparse.Namespace) -> "RewardSettings":
     import msgspec
 
     from rollstream.config.settings import RewardSettings
-    from rollstream.store.manifest import require_manifest, score_command
+    from rollstream.store.manifest import require_manifest
 
     manifest = require_manifest(options.run_dir)
     own = manifest.setting("custom_reward_function")
     if not options.rules and options.reward is None and own.get("path"):
         raise ConfigError(
-            "--reward FILE or --rules: nothing that a run directory names is run by itself. The run's own reward, "
-            "with its path as it was typed: " + score_command(options.run_dir, manifest.config)
+            "--reward FILE or --rules: nothing that a run directory names is run by itself. The run's own reward: "
+            f"--reward {own['path']} --function {own.get('name', 'compute_score')}"
         )
     if options.reward is None and (options.function or options.kwargs):
         raise ConfigError("--function and --kwargs are for a --reward FILE")

@@ -32,9 +32,9 @@ from rollstream.generation.run import check_run_directory, generate
 from rollstream.generation.trackers import Reporter
 from rollstream.rollout.setup import launch_request
 from rollstream.stop_signals import StoppedEarly, StopSignals
-from rollstream.store.extend import check_positions
 from rollstream.store.lock import is_locked, lock_holder
 from rollstream.store.manifest import Manifest, identity_differences
+from rollstream.store.run_dir import check_positions
 
 logger = logging.getLogger(__name__)
 

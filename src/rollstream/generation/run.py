@@ -39,7 +39,6 @@ from rollstream.rollout.setup import in_flight_limit
 from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.export.format import file_name
 from rollstream.store.export.run import write_export
-from rollstream.store.extend import extend_run
 from rollstream.store.journal import write_file_durably
 from rollstream.store.keys import KeyStates
 from rollstream.store.manifest import (
@@ -54,7 +53,7 @@ from rollstream.store.manifest import (
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import EncodedRollout, RecordCodec
 from rollstream.store.run import Run
-from rollstream.store.run_dir import RunDirectory, lock_run, open_run
+from rollstream.store.run_dir import RunDirectory, extend_run, lock_run, open_run
 from rollstream.store.summary import FailureCause, write_checkpoint
 from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import Failure, Rollout

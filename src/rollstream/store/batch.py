@@ -10,82 +10,61 @@ names that begin with an underscore.)
 """
 
 import hashlib
-import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollstream.errors import DamageError, RunDirectoryError, StorageError
+from rollstream.store.arrow import column_values, to_arrow_column
 from rollstream.store.journal import ScanReport, scan, sync_folder, write_file_durably
-from rollstream.store.records import RecordCodec, RolloutRecord, TrajectoryRecord, scoring_failed
+from rollstream.store.records import RecordCodec, RolloutRecord, TrajectoryRecord
 from rollstream.trajectory import LogprobKind, Metrics
 from rollstream.untrusted import open_regular, read_regular
-
-_LOGPROBS = b"rollstream.logprobs"
-"""Metadata key of what the log-probs are of."""
 
 METRIC_NAMES = tuple(field.name for field in fields(Metrics))
 
 BATCH_FORMAT = "rollstream.batch/3"
-"""Stands in the metadata of every batch and artifact."""
+"""Stands in the metadata of every batch and artifact. No other is read."""
 
-_BEFORE_COUNTS = "rollstream.batch/2"
-"""The format without the columns of `COUNTS`, which are computed when such a file is read. No other is read."""
+_LOGPROBS = b"rollstream.logprobs"
+"""Metadata key of what the log-probs are of."""
 
-RECORDED = pa.schema(
-    [
-        pa.field("index", pa.int64(), nullable=False),
-        pa.field("repeat", pa.int32(), nullable=False),
-        pa.field("trajectory", pa.int32(), nullable=False),
-        pa.field("prompt_key", pa.string(), nullable=False),
-        pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("response_mask", pa.list_(pa.int8()), nullable=False),
-        pa.field("response_logprobs", pa.list_(pa.float32())),
-        pa.field(
-            "policy_versions",
-            pa.list_(pa.struct([("start", pa.int32()), ("version", pa.int64())])),
-            nullable=False,
-        ),
-        pa.field("messages", pa.string(), nullable=False),
-        pa.field("is_snapshot", pa.bool_(), nullable=False),
-        pa.field("num_turns", pa.int32(), nullable=False),
-        pa.field("finish_reason", pa.string(), nullable=False),
-        pa.field("reward", pa.float64()),
-        pa.field("reward_extra", pa.string(), nullable=False),
-        pa.field("metrics", pa.struct([(name, pa.float64()) for name in METRIC_NAMES]), nullable=False),
-        pa.field("attempts", pa.int32(), nullable=False),
-        pa.field("data_source", pa.string(), nullable=False),
-        pa.field("ground_truth", pa.string(), nullable=False),
-        pa.field("extra", pa.string(), nullable=False),
-    ]
-)
-"""What a rollout says of itself. `messages`, `reward_extra`, `ground_truth` and `extra` hold JSON text."""
+_TYPES: dict[str, pa.DataType] = {
+    "index": pa.int64(),
+    **dict.fromkeys(("repeat", "trajectory"), pa.int32()),
+    "prompt_key": pa.string(),
+    **dict.fromkeys(("prompt_ids", "response_ids"), pa.list_(pa.int32())),
+    "response_mask": pa.list_(pa.int8()),
+    "response_logprobs": pa.list_(pa.float32()),
+    "policy_versions": pa.list_(pa.struct([("start", pa.int32()), ("version", pa.int64())])),
+    "messages": pa.string(),
+    "is_snapshot": pa.bool_(),
+    "num_turns": pa.int32(),
+    "finish_reason": pa.string(),
+    "reward": pa.float64(),
+    "reward_extra": pa.string(),
+    "metrics": pa.struct([(name, pa.float64()) for name in METRIC_NAMES]),
+    "attempts": pa.int32(),
+    **dict.fromkeys(("data_source", "ground_truth", "extra"), pa.string()),
+    **dict.fromkeys(("prompt_tokens", "response_tokens", "sampled_tokens"), pa.int32()),
+    "mean_logprob": pa.float32(),
+    "finished_at": pa.float64(),
+}
+_NULLABLE = ("response_logprobs", "reward", "mean_logprob", "finished_at")
 
-COUNTS = pa.schema(
-    [
-        pa.field("prompt_tokens", pa.int32(), nullable=False),
-        pa.field("response_tokens", pa.int32(), nullable=False),
-        pa.field("sampled_tokens", pa.int32(), nullable=False),
-        pa.field("mean_logprob", pa.float32()),
-        pa.field("finished_at", pa.float64()),
-    ]
-)
-"""What is counted of a row when it is sealed, and when its rollout was encoded (Unix seconds)."""
-
-SCHEMA = pa.schema([*RECORDED, *COUNTS])
-"""Columns of a batch."""
+SCHEMA = pa.schema([pa.field(name, kind, nullable=name in _NULLABLE) for name, kind in _TYPES.items()])
+"""Columns of a batch: what a rollout says of itself, where `messages`, `reward_extra`, `ground_truth` and `extra` hold
+JSON text; what is counted of a row when it is sealed; and when its rollout was encoded (Unix seconds)."""
 
 KEY_COLUMNS = ["index", "repeat", "trajectory"]
 
@@ -99,159 +78,77 @@ _ROW_GROUP_BYTES = 8 << 20
 """Uncompressed bytes of a row group, about: with long rows it has fewer. One trajectory out of it takes 3 to
 20 ms, and a look at one column of a million rows of 1,000 tokens 0.1 s; a quarter of it would double the latter."""
 
+_SLAB: Final = 128
+"""Row groups that are read together where no tokens and no texts are read: few calls, and little memory."""
+_WIDE_TEXTS: Final = ("messages", "ground_truth", "extra")
+"""Columns that are written without a dictionary: by one, the same text stands in many rows."""
+_WIDE: Final = {"prompt_ids", "response_ids", "response_mask", "response_logprobs", *_WIDE_TEXTS}
+_MOST_BYTES: Final = 1 << 28
+"""Bytes of a row group in memory: it is written at some 8 MiB, or with one row that is larger."""
+_MOST_VALUES: Final = 1 << 25
+"""Values of a column in a row group: more tokens than `_MOST_BYTES` has."""
+_MOST_REPEATED: Final = 1 << 32
+_MANY_GROUPS: Final = 64
+"""Row groups of a file whose footer is kept in memory: it is large, and each look would read it again."""
+_KEPT_FOOTERS: Final = 8
 
-KEYS = np.dtype(
-    [
-        ("index", np.int64),
-        ("repeat", np.int32),
-        ("trajectory", np.int32),
-        ("reward", np.float64),
-        ("final", np.bool_),
-        ("unscored", np.bool_),
-    ]
-)
-"""What is known of a row without reading its tokens. `reward`: NaN = not scored; `unscored`: a final trajectory
-whose reward function failed."""
-
-BatchKeys = npt.NDArray[np.void]
-"""Array of `KEYS`, shape (rows,)."""
+Array = npt.NDArray[Any]
 
 
-def whole_rollouts(keys: BatchKeys) -> npt.NDArray[np.bool_]:
-    """Which rows belong to rollouts that are here from their first trajectory to their final one."""
-    if not len(keys):
-        return np.zeros(0, bool)
-    begins = np.ones(len(keys), bool)
-    begins[1:] = (np.diff(keys["index"]) != 0) | (np.diff(keys["repeat"]) != 0)
-    starts = np.flatnonzero(begins)
-    sizes = np.diff(np.append(starts, len(begins)))
-    first, last = keys[starts], keys[starts + sizes - 1]
-    whole = (first["trajectory"] == 0) & (last["trajectory"] == sizes - 1) & last["final"]
-    return np.repeat(whole, sizes)
+class DamagedFileError(DamageError):
+    """A file's bytes are not what was written; `path` says which."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(reason)
+        self.path = path
+
+
+# -- rows of rollouts
 
 
 def build_table(records: Sequence[RolloutRecord]) -> pa.Table:
     """Rows of many rollouts as one table, sorted by key."""
-    rows: list[tuple[RolloutRecord, int, TrajectoryRecord]] = [
+    rows = [
         (record, number, trajectory)
         for record in sorted(records, key=lambda record: (record.index, record.repeat))
         for number, trajectory in enumerate(record.trajectories)
     ]
-    records = [record for record, _, _ in rows]
-    trajectories = [trajectory for _, _, trajectory in rows]
-    metrics = np.array([one.metrics for one in trajectories], np.float64).reshape(len(rows), -1)
-    columns = [
-        to_arrow(np.array([record.index for record in records], np.int64)),
-        to_arrow(np.array([record.repeat for record in records], np.int32)),
-        to_arrow(np.array([number for _, number, _ in rows], np.int32)),
-        to_arrow_texts([record.prompt_key for record in records]),
-        _list_array([one.prompt_ids for one in trajectories], np.dtype("<i4")),
-        _list_array([one.response_ids for one in trajectories], np.dtype("<i4")),
-        _list_array([one.response_mask for one in trajectories], np.dtype("i1")),
-        _list_array([one.response_logprobs for one in trajectories], np.dtype("<f4")),
-        _versions_array([one.policy_versions for one in trajectories]),
-        to_arrow_texts([one.messages for one in trajectories]),
-        to_arrow(np.array([one.is_snapshot for one in trajectories], np.bool_)),
-        to_arrow(np.array([one.num_turns for one in trajectories], np.int32)),
-        to_arrow_texts([one.finish_reason for one in trajectories]),
-        to_arrow_floats([one.reward for one in trajectories]),
-        to_arrow_texts([one.reward_extra for one in trajectories]),
-        pa.StructArray.from_arrays([to_arrow(column) for column in metrics.T], list(METRIC_NAMES)),
-        to_arrow(np.array([record.attempts for record in records], np.int32)),
-        to_arrow_texts([record.data_source for record in records]),
-        to_arrow_texts([record.ground_truth for record in records]),
-        to_arrow_texts([one.extra for one in trajectories]),
-    ]
-    recorded = pa.Table.from_arrays(columns, schema=RECORDED)
-    return with_counts(recorded, to_arrow_floats([record.finished_at for record in records]))
+    counts = [_counts(trajectory) for _, _, trajectory in rows]
+    columns: dict[str, Sequence[Any]] = {"trajectory": [number for _, number, _ in rows]}
+    for name in SCHEMA.names:
+        if name in _COUNTED:
+            columns[name] = [count[_COUNTED.index(name)] for count in counts]
+        elif name in TrajectoryRecord.__struct_fields__:
+            columns[name] = [getattr(trajectory, name) for _, _, trajectory in rows]
+        elif name != "trajectory":
+            columns[name] = [getattr(record, name) for record, _, _ in rows]
+    return pa.Table.from_arrays(
+        [to_arrow_column(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA
+    )
 
 
-def with_counts(table: pa.Table, finished_at: pa.Array | None = None) -> pa.Table:
-    """Rows of all of `RECORDED` with the columns of `COUNTS` behind them."""
-    prompt_offsets, _ = _list_parts(table["prompt_ids"])
-    offsets, mask = _list_parts(table["response_mask"])
-    logprob_offsets, logprobs = _list_parts(table["response_logprobs"])
-    prompts, responses = np.diff(prompt_offsets), np.diff(offsets)
-    for row in np.flatnonzero(prompts == 0):  # no tokenizer: as the endpoint counts
-        usage = orjson.loads(table["extra"][int(row)].as_py()).get("usage")
-        prompts[row], responses[row] = (_usage(usage, name) for name in ("prompt_tokens", "response_tokens"))
-    sampled = _sums(mask, offsets)
-    known = (sampled > 0) & (np.diff(logprob_offsets) > 0)
-    means = _sums(logprobs, logprob_offsets) / np.where(known, sampled, 1)  # 0.0 where the mask is 0
-    columns = [
-        to_arrow(prompts.astype(np.int32)),
-        to_arrow(responses.astype(np.int32)),
-        to_arrow(sampled.astype(np.int32)),
-        to_arrow(means.astype(np.float32), known),
-        pa.nulls(len(table), pa.float64()) if finished_at is None else finished_at,
-    ]
-    return pa.Table.from_arrays([*table.columns, *columns], schema=SCHEMA)
+_COUNTED: Final = ("prompt_tokens", "response_tokens", "sampled_tokens", "mean_logprob")
+
+
+def _counts(row: TrajectoryRecord) -> tuple[int, int, int, float | None]:
+    """By `_COUNTED`; without a tokenizer, tokens as the endpoint counts them."""
+    prompt, response, sampled = (
+        len(row.prompt_ids) // 4,
+        len(row.response_mask),
+        row.response_mask.count(1),
+    )
+    if not prompt:
+        usage = orjson.loads(row.extra).get("usage")
+        prompt, response = (_usage(usage, name) for name in ("prompt_tokens", "response_tokens"))
+    mean = None
+    if sampled and row.response_logprobs:  # 0.0 where the mask is 0
+        mean = float(np.frombuffer(row.response_logprobs, "<f4").sum(dtype=np.float64)) / sampled
+    return prompt, response, sampled, mean
 
 
 def _usage(usage: Any, name: str) -> int:
     count = usage.get(name) if isinstance(usage, dict) else None
     return count if isinstance(count, int) and 0 <= count < 1 << 31 else 0
-
-
-def _list_parts(column: pa.ChunkedArray) -> tuple[Any, Any]:
-    """Where each list of numbers begins and the last one ends, and the numbers."""
-    lists = column.combine_chunks()
-    return np.from_dlpack(lists.offsets), np.from_dlpack(lists.values)
-
-
-def _sums(values: Any, offsets: Any) -> npt.NDArray[np.float64]:
-    """The sum of each list."""
-    sums = np.zeros(len(offsets) - 1)
-    filled = np.flatnonzero(np.diff(offsets))
-    if len(filled):
-        sums[filled] = np.add.reduceat(values[: offsets[-1]], offsets[filled], dtype=np.float64)
-    return sums
-
-
-def to_arrow(values: npt.NDArray[Any], valid: npt.NDArray[np.bool_] | None = None) -> pa.Array:
-    """An array of numbers or truths, with nulls where they are not `valid`."""
-    # By its buffers: `pa.array` would import pandas, which takes half a second.
-    data = np.packbits(values, bitorder="little") if values.dtype == bool else np.ascontiguousarray(values)
-    nulls = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little"))
-    kind = pa.from_numpy_dtype(values.dtype)
-    return pa.Array.from_buffers(kind, len(values), [nulls, pa.py_buffer(data)])
-
-
-def to_arrow_floats(values: Sequence[float | None]) -> pa.Array:
-    """An array of numbers, None as null."""
-    found = np.array(values, np.float64)  # None is NaN
-    valid = np.array([value is not None for value in values], np.bool_)
-    return to_arrow(found, None if valid.all() else valid)
-
-
-def to_arrow_texts(texts: Sequence[str]) -> pa.Array:
-    """An array of texts."""
-    parts = list(map(str.encode, texts))
-    buffers = [None, pa.py_buffer(_offsets(parts)), pa.py_buffer(b"".join(parts))]
-    return pa.Array.from_buffers(pa.string(), len(parts), buffers)
-
-
-def _list_array(parts: Sequence[bytes | None], dtype: np.dtype[np.generic]) -> pa.Array:
-    present, mask = [part or b"" for part in parts], None
-    if None in parts:
-        mask = to_arrow(np.array([part is None for part in parts], np.bool_))
-    values = to_arrow(np.frombuffer(b"".join(present), dtype))
-    return pa.ListArray.from_arrays(to_arrow(_offsets(present) // dtype.itemsize), values, mask=mask)
-
-
-def _versions_array(versions: Sequence[Sequence[tuple[int, int]]]) -> pa.Array:
-    runs = np.array([run for runs in versions for run in runs], np.int64).reshape(-1, 2)
-    values = pa.StructArray.from_arrays(
-        [to_arrow(runs[:, 0].astype(np.int32)), to_arrow(runs[:, 1])], ["start", "version"]
-    )
-    return pa.ListArray.from_arrays(to_arrow(_offsets(versions)), values)
-
-
-def _offsets(parts: Sequence[Sized]) -> npt.NDArray[np.int32]:
-    """Where each part begins and the last one ends, when they are joined."""
-    offsets = np.zeros(len(parts) + 1, np.int32)
-    np.cumsum(np.fromiter(map(len, parts), np.int32, len(parts)), out=offsets[1:])
-    return offsets
 
 
 def seal_journal(
@@ -262,31 +159,28 @@ def seal_journal(
     A batch is written even when some frames are damaged; the report says so. When there is no whole
     frame, no batch is written. Of frames with the same key, the first counts.
     """
-    report = ScanReport()
-    codec = RecordCodec()
+    report, codec = ScanReport(), RecordCodec()
     records: dict[tuple[int, int], RolloutRecord] = {}
     for frame in scan(journal, run_id, report):
         if (frame.index, frame.repeat) not in records:
             records[frame.index, frame.repeat] = codec.decode_rollout(frame.body)
     if records:
-        write_table_durably(batch, build_table(list(records.values())), batch_metadata(run_id, logprobs))
+        write_tables_durably(batch, [build_table([*records.values()])], batch_metadata(run_id, logprobs))
     return report
+
+
+# -- writing
 
 
 def batch_metadata(run_id: bytes, logprobs: LogprobKind | None = None) -> dict[str, str]:
     """Key-value metadata of every Parquet file of a run; `logprobs`: see `Manifest`."""
-    found = {"rollstream.format": BATCH_FORMAT, "rollstream.run_id": run_id.hex()}
-    return found if logprobs is None else {**found, _LOGPROBS.decode(): logprobs}
+    metadata = {"rollstream.format": BATCH_FORMAT, "rollstream.run_id": run_id.hex()}
+    return metadata if logprobs is None else {**metadata, _LOGPROBS.decode(): logprobs}
 
 
 def logprobs_of(footer: pq.FileMetaData) -> LogprobKind | None:
     """The kind of log-probs in a batch or artifact; None where it does not say."""
     return {b"raw": "raw", b"processed": "processed"}.get((footer.metadata or {}).get(_LOGPROBS, b""))  # type: ignore[return-value]
-
-
-def write_table_durably(path: Path, table: pa.Table, metadata: dict[str, str]) -> None:
-    """Writes one batch: temporary name, fsync, rename, fsync of the folder."""
-    write_tables_durably(path, [table], metadata)
 
 
 def write_tables_durably(path: Path, tables: Iterable[pa.Table], metadata: dict[str, str]) -> int:
@@ -305,13 +199,12 @@ def write_tables_durably(path: Path, tables: Iterable[pa.Table], metadata: dict[
             compression_level=_COMPRESSION_LEVEL,
             write_page_checksum=True,
             use_dictionary=["prompt_key", "finish_reason", "data_source", "reward_extra"],
-            write_statistics=["index", "repeat", "trajectory"],
+            write_statistics=KEY_COLUMNS,
         ) as writer:
             for table in tables:
                 if len(table):
-                    group = max(
-                        1, min(_ROW_GROUP_ROWS, _ROW_GROUP_BYTES * len(table) // max(1, table.nbytes))
-                    )
+                    fitting = _ROW_GROUP_BYTES * len(table) // max(1, table.nbytes)
+                    group = max(1, min(_ROW_GROUP_ROWS, fitting))
                     writer.write_table(table.replace_schema_metadata(metadata), row_group_size=group)
                 rows += len(table)
         commit_file(temporary, path)
@@ -345,14 +238,7 @@ def link_file(source: Path, path: Path) -> bool:
     return True
 
 
-def _append_line(path: Path, line: bytes) -> None:
-    """Appends a line durably; an unfinished line before it (a crash, a full disk) stays one by itself."""
-    with path.open("a+b") as file:
-        size = file.seek(0, os.SEEK_END)
-        begin = b"" if size == 0 or os.pread(file.fileno(), 1, size - 1) == b"\n" else b"\n"
-        file.write(begin + line)
-        file.flush()
-        os.fdatasync(file.fileno())
+# -- checksums
 
 
 def _sums_file(path: Path) -> Path:
@@ -360,8 +246,15 @@ def _sums_file(path: Path) -> Path:
 
 
 def note_digest(path: Path, *, of: Path | None = None) -> None:
-    """Notes the checksum of a file, or of one that is to have its name."""
-    _append_line(_sums_file(path), f"{file_digest(of or path)}  {path.name}\n".encode())
+    """Notes the checksum of a file, or of one that is to have its name, durably."""
+    line = f"{file_digest(of or path)}  {path.name}\n".encode()
+    with _sums_file(path).open("a+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        # An unfinished line before it (a crash, a full disk) stays one by itself.
+        begin = b"" if size == 0 or os.pread(file.fileno(), 1, size - 1) == b"\n" else b"\n"
+        file.write(begin + line)
+        file.flush()
+        os.fdatasync(file.fileno())
 
 
 def file_digest(path: Path) -> str:
@@ -388,9 +281,8 @@ def forget_digests(folder: Path, names: set[str]) -> None:
     sums = folder / "_SHA256SUMS"
     if names and sums.exists():
         lines = sums.read_bytes().splitlines(keepends=True)
-        kept = [
-            line for line in lines if line.decode(errors="replace").strip().partition("  ")[2] not in names
-        ]
+        names_of = (line.decode(errors="replace").strip().partition("  ")[2] for line in lines)
+        kept = [line for line, name in zip(lines, names_of, strict=True) if name not in names]
         write_file_durably(sums, b"".join(kept))
 
 
@@ -416,27 +308,7 @@ def recorded_digests(path: Path) -> dict[str, set[str]]:
     return digests
 
 
-def open_parquet(path: Path) -> pq.ParquetFile:
-    """Opens a batch or artifact with page checksums verified.
-
-    Raises:
-        DamageError: its bytes are not what was written.
-        StorageError: it cannot be read right now (I/O error, no memory, too many open files).
-        RunDirectoryError: another version of rollstream wrote it.
-    """
-    with reading(path):
-        file = pq.ParquetFile(path, page_checksum_verification=True)
-    written_as = (file.metadata.metadata or {}).get(b"rollstream.format", b"").decode(errors="replace")
-    schema = {BATCH_FORMAT: SCHEMA, _BEFORE_COUNTS: RECORDED}.get(written_as)
-    if schema is None and re.fullmatch(r"rollstream\.batch/\d+", written_as):
-        file.close()
-        raise RunDirectoryError(
-            f"{path} has format {written_as!r}; this version of rollstream reads {BATCH_FORMAT!r}"
-        )
-    if schema is None or not file.schema_arrow.equals(schema):
-        file.close()
-        raise DamagedFileError(path, f"{path.name} does not have the columns of a batch")
-    return file
+# -- reading
 
 
 @contextmanager
@@ -463,115 +335,165 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
+def read_footer(path: Path) -> pq.FileMetaData:
+    """The footer of a batch or artifact. Raises as `reading`."""
+    with reading(path):
+        return pq.read_metadata(path)
+
+
+def file_version(path: Path) -> tuple[int, ...]:
+    """Inode, size and time of a file: another version differs in one of them."""
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+class _Footer(NamedTuple):
+    version: tuple[int, ...]
+    metadata: pq.FileMetaData
+    low: Array
+    """The lowest `index` of each row group."""
+    high: Array
+
+
+_footers: dict[Path, _Footer] = {}
+
+
 def read_tables(
-    path: Path, columns: Sequence[str] | None = None, *, skip_damaged: bool = False
+    path: Path, columns: Sequence[str] | None = None, run_id: str | None = None
 ) -> Iterator[pa.Table]:
-    """A batch's or artifact's rows, row group by row group; raises as `open_parquet`.
+    """The rows of a batch or artifact. Arguments and errors as of `read_groups`; raises `DamagedFileError`, too."""
+    for table in read_groups(path, columns, run_id=run_id):
+        if isinstance(table, DamagedFileError):
+            raise table
+        yield table
+
+
+def read_groups(
+    path: Path,
+    columns: Sequence[str] | None = None,
+    indices: Array | None = None,
+    coded: Sequence[str] = (),
+    run_id: str | None = None,
+) -> Iterator[pa.Table | DamagedFileError]:
+    """The row groups of a Parquet file of trajectories, some together; for one that is damaged the error.
 
     Args:
         path: the file.
-        columns: None for all.
-        skip_damaged: give what can be read instead of raising `DamagedFileError`.
+        columns: the names; None: all.
+        indices: prompt rows, sorted: row groups that hold none of them are left out; None: all.
+        coded: columns of texts that are given as dictionary arrays.
+        run_id: whose the file has to be.
+
+    Raises:
+        DamageError: nothing of the file can be read, or it is of another run.
+        StorageError: it cannot be read right now (I/O error, no memory, too many open files).
+        RunDirectoryError: another version of rollstream wrote it.
     """
+    footer = _footers.get(path)
+    if footer is not None and footer.version != file_version(path):
+        footer = None
+    with (
+        reading(path),
+        pq.ParquetFile(
+            pa.OSFile(str(path)),
+            metadata=footer and footer.metadata,
+            read_dictionary=coded,
+            page_checksum_verification=True,
+            pre_buffer=False,
+        ) as file,
+    ):
+        footer = footer or _checked_footer(path, file)
+        if run_id is not None and footer.metadata.metadata.get(b"rollstream.run_id") != run_id.encode():
+            raise DamagedFileError(path, f"{path.name} belongs to another run")
+        groups = [*range(footer.metadata.num_row_groups)]
+        if indices is not None:
+            first = np.searchsorted(indices, footer.low)
+            groups = np.flatnonzero(first < np.searchsorted(indices, footer.high, side="right")).tolist()
+        step = 1 if columns is None or _WIDE.intersection(columns) else _SLAB
+        for start in range(0, len(groups), step):
+            yield from _read_slab(file, path, groups[start : start + step], columns)
+
+
+def _read_slab(
+    file: pq.ParquetFile, path: Path, groups: list[int], columns: Sequence[str] | None
+) -> Iterator[pa.Table | DamagedFileError]:
     try:
-        file = open_parquet(path)
-    except DamagedFileError:
-        if skip_damaged:
-            return
-        raise
-    with file:
-        for group in range(file.num_row_groups):
-            try:
-                with reading(path):
-                    table = read_group(file, group, columns)
-            except DamagedFileError:
-                if skip_damaged:
-                    continue
-                raise
-            yield table
+        with reading(path):
+            table = file.read_row_groups(groups, columns=columns, use_threads=len(groups) > 1)
+    except DamagedFileError as error:
+        if len(groups) == 1:
+            yield error
+        else:
+            for group in groups:
+                yield from _read_slab(file, path, [group], columns)
+    else:
+        yield table.replace_schema_metadata(None)
 
 
-def read_group(file: pq.ParquetFile, group: int, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of a row group; without `columns` all of `SCHEMA`, whatever format the file has."""
-    counted = "finished_at" in file.schema_arrow.names
-    if counted or (columns is not None and not set(columns) & set(COUNTS.names)):
-        return file.read_row_group(group, columns=columns, use_threads=False)
-    table = with_counts(file.read_row_group(group, use_threads=False).replace_schema_metadata(None))
-    return table if columns is None else table.select(columns)
+def _checked_footer(path: Path, file: pq.ParquetFile) -> _Footer:
+    """The footer of a batch or artifact, with no row group larger than rows are. Raises as `read_groups`."""
+    written_as = (file.metadata.metadata or {}).get(b"rollstream.format", b"").decode(errors="replace")
+    if written_as != BATCH_FORMAT and re.fullmatch(r"rollstream\.batch/\d+", written_as):
+        raise RunDirectoryError(
+            f"{path} has format {written_as!r}; this version of rollstream reads {BATCH_FORMAT!r}"
+        )
+    if written_as != BATCH_FORMAT or not file.metadata.schema.to_arrow_schema().equals(SCHEMA):
+        raise DamagedFileError(path, f"{path.name} does not have the columns of a batch")
+    groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+    for group in groups:
+        _check_size(path, group)
+    statistics = [group.column(0).statistics for group in groups]
+    bounds = [(0, 1 << 62) if one is None else (one.min, one.max) for one in statistics]
+    low, high = np.array(bounds, np.int64).reshape(-1, 2).T
+    footer = _Footer(file_version(path), file.metadata, low, high)
+    if len(groups) >= _MANY_GROUPS:
+        if len(_footers) >= _KEPT_FOOTERS:
+            _footers.clear()
+        _footers[path] = footer
+    return footer
 
 
-class DamagedFileError(DamageError):
-    """A file's bytes are not what was written; `path` says which."""
-
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(reason)
-        self.path = path
-
-
-def read_footer(path: Path) -> pq.FileMetaData:
-    """The footer of a batch or artifact. Raises what Arrow does, and `OSError` where it is no file."""
-    open_regular(path).close()
-    return pq.read_metadata(path)
+def _check_size(path: Path, group: pq.RowGroupMetaData) -> None:
+    """Raises `DamagedFileError` for a row group that no rollout fills: a small file may hold very much."""
+    if group.total_byte_size > _MOST_BYTES or any(
+        column.num_values > _MOST_VALUES
+        or (
+            column.total_uncompressed_size * group.num_rows > _MOST_REPEATED
+            and column.path_in_schema in _WIDE_TEXTS
+            and "RLE_DICTIONARY" in column.encodings
+        )
+        for column in map(group.column, range(group.num_columns))
+    ):
+        raise DamagedFileError(path, f"{path.name} has a row group that is larger than rows are")
 
 
 def file_rows(path: Path) -> int:
     """Rows of a batch or artifact, by its footer."""
-    with reading(path):
-        return int(read_footer(path).num_rows)
+    return int(read_footer(path).num_rows)
 
 
-def belongs_to(file: pq.ParquetFile, run_id: str) -> bool:
-    """Whether a batch or artifact is of this run: files get copied."""
-    return bool((file.metadata.metadata or {}).get(b"rollstream.run_id") == run_id.encode())
-
-
-def read_keys(path: Path, run_id: str, current: Callable[[pa.Table], pa.Table] | None = None) -> BatchKeys:
-    """Reads the key columns of a batch or artifact.
-
-    Args:
-        path: the file.
-        run_id: whose it has to be.
-        current: gives rows the run's own rewards; None: those in the file are.
-
-    Raises:
-        DamageError: also when it is of another run.
-        RunDirectoryError: as `open_parquet`, like `StorageError`.
-    """
-    with open_parquet(path) as file, reading(path):
-        if not belongs_to(file, run_id):
-            raise DamagedFileError(path, f"{path.name} belongs to another run")
-        names = [*KEY_COLUMNS, *["finished_at"] * (current is not None), "reward", "is_snapshot"]
-        table = file.read(names, use_threads=False)
-        if table["reward"].null_count or current is not None:
-            extras = file.read(["reward_extra"], use_threads=False)["reward_extra"]
-            table = table.append_column("reward_extra", extras)
-    return table_keys(table if current is None else current(table))
-
-
-def table_keys(table: pa.Table) -> BatchKeys:
-    """The keys of rows; without `reward_extra` among them, no reward function has failed."""
-    keys = np.zeros(len(table), KEYS)
-    for name in KEY_COLUMNS:
-        keys[name] = column_values(table[name])
-    keys["final"] = ~_truths(table["is_snapshot"])
-    keys["reward"] = math.nan
-    keys["reward"][_truths(table["reward"].is_valid())] = column_values(table["reward"].drop_null())
-    if "reward_extra" in table.column_names:
-        likely = pc.and_(pc.is_null(table["reward"]), pc.match_substring(table["reward_extra"], '"error":'))
-        for row in np.flatnonzero(_truths(likely) & keys["final"]):
-            keys["unscored"][row] = scoring_failed(orjson.loads(table["reward_extra"][row].as_py()))
-    return keys
-
-
-def _truths(column: pa.ChunkedArray) -> npt.NDArray[np.bool_]:
-    found: npt.NDArray[np.bool_] = column_values(column.cast(pa.uint8())).astype(bool)
-    return found
-
-
-def column_values(column: pa.ChunkedArray) -> Any:
-    """A column of numbers without nulls as an array."""
-    # pyarrow's `to_numpy`, as `pa.scalar`, would import pandas, which takes half a second; so would
-    # `combine_chunks` of nothing.
-    if not column.num_chunks:
-        return np.zeros(0, column.type.to_pandas_dtype())
-    return np.from_dlpack(column.combine_chunks())
+def whole_tables(tables: Iterable[pa.Table | DamagedFileError]) -> Iterator[pa.Table]:
+    """The same rows cut between rollouts; what is damaged costs the rollouts that are cut by it."""
+    held: pa.Table | None = None
+    cut = False
+    for table in tables:
+        if isinstance(table, DamagedFileError):
+            if held is not None and not held["is_snapshot"][-1].as_py():  # the end of its rollout is here
+                yield held
+            cut, held = True, None
+            continue
+        if cut:  # what comes before the first beginning of a rollout is the end of one that is damaged
+            begins = np.flatnonzero(column_values(table["trajectory"]) == 0)
+            if not len(begins):
+                continue
+            table, cut = table.slice(int(begins[0])), False
+        if not len(table):
+            continue
+        whole = table if held is None else pa.concat_tables([held, table])
+        index, repeat = (column_values(whole[name]) for name in ("index", "repeat"))
+        last = int(np.argmax((index == index[-1]) & (repeat == repeat[-1])))
+        if last:
+            yield whole.slice(0, last)
+        held = whole.slice(last)
+    if held is not None:
+        yield held

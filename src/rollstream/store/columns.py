@@ -19,17 +19,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollstream.errors import RollstreamError
-from rollstream.store.batch import KEY_COLUMNS, METRIC_NAMES, column_values, to_arrow, to_arrow_texts
+from rollstream.store.arrow import column_values, to_arrow, to_arrow_texts
+from rollstream.store.batch import KEY_COLUMNS, METRIC_NAMES, DamagedFileError, read_groups
 from rollstream.store.journal import FILE_HEADER_SIZE, ScanReport, scan
-from rollstream.store.manifest import Manifest
+from rollstream.store.keys import rollout_numbers, row_numbers
 from rollstream.store.records import FailureRecord, RecordCodec
-from rollstream.store.run import ARTIFACT, Run, Seen, SeenFile, read_groups
+from rollstream.store.run import ARTIFACT, Run, Seen, SeenFile
 from rollstream.store.scores import SCORED_COLUMNS
 from rollstream.trajectory import failure_cause
 
 Array = npt.NDArray[Any]
 
-_REPEAT_BITS: Final = 31
 _MOST_PARTS: Final = 30
 """Parts of rewards that become columns."""
 _MOST_ERROR: Final = 4096
@@ -92,27 +92,23 @@ class RunColumns:
 
     def snapshot(self) -> "RunColumns":
         """The rows that there are now: those that come later are in another one. Arrays are shared."""
-        found = copy.copy(self)
-        found.selections, found.damage = OrderedDict(), list(self.damage)
-        return found
+        seen = copy.copy(self)
+        seen.selections, seen.damage = OrderedDict(), list(self.damage)
+        return seen
 
     def columns(self) -> list[dict[str, str]]:
         """`name`, `type` (number, text, bool) and `title` of all that rows can be filtered and sorted by."""
         kinds: dict[Any, str] = {str: "text", np.bool_: "bool"}
-        found = [
-            {"name": name, "type": kinds.get(kind, "number"), "title": title}
-            for name, (kind, _, title) in _COLUMNS.items()
-        ]
-        parts = sorted(name for name in self._columns if name.startswith("reward."))
-        return found + [
-            {"name": name, "type": "number", "title": f"{name.removeprefix('reward.')} of the reward"}
-            for name in parts
-        ]
+        titles = {name: (kinds.get(kind, "number"), title) for name, (kind, _, title) in _COLUMNS.items()}
+        for name in sorted(name for name in self._columns if name.startswith("reward.")):
+            titles[name] = "number", f"{name.removeprefix('reward.')} of the reward"
+        return [{"name": name, "type": kind, "title": title} for name, (kind, title) in titles.items()]
 
     def __getitem__(self, name: str) -> Array:
         """A column's values, of a text their codes. Shape (rows,). `KeyError` where there is none."""
         column = self._columns[name]
-        return _array(column.indices) if isinstance(column, pa.DictionaryArray) else column
+        found: Array = column_values(column.indices) if isinstance(column, pa.DictionaryArray) else column
+        return found
 
     def texts(self, name: str) -> pa.StringArray:
         """The texts of a column, by code."""
@@ -144,30 +140,29 @@ class RunColumns:
     def prompts(self, keys: Sequence[str]) -> list[int | None]:
         """A prompt row of each prompt key; None where there is none."""
         codes = pc.index_in(to_arrow_texts(keys), value_set=self.texts("prompt_key")).to_pylist()
-        first = dict(
-            zip(*(one.tolist() for one in np.unique(self["prompt_key"], return_index=True)), strict=True)
-        )
-        return [None if code is None else int(self["index"][first[code]]) for code in codes]
+        present, first = np.unique(self["prompt_key"], return_index=True)
+        index = dict(zip(present.tolist(), self["index"][first].tolist(), strict=True))
+        return [index.get(code) for code in codes]
 
     def groups(self) -> tuple[Array, Array]:
         """`(order, starts)`: rows by prompt row and repeat, and where in them each prompt row begins."""
         order, keys = self._by_key()
-        return order, np.flatnonzero(np.diff(keys >> _REPEAT_BITS, prepend=-1))
+        return order, np.flatnonzero(np.diff(row_numbers(keys), prepend=-1))
 
     def rollout_rows(self, index: int, repeat: int | None = None) -> Array:
         """The rows of a rollout, or of all rollouts of a prompt, in order."""
         order, keys = self._by_key()
         index = min(max(index, -1), 1 << 32)
-        low, high = (index, repeat or 0), (index + 1, 0) if repeat is None else (index, repeat + 1)
-        at, end = (np.searchsorted(keys, (one << _REPEAT_BITS) + two) for one, two in (low, high))
-        return order[at:end].astype(np.int64)
+        ends = [(index, 0), (index + 1, 0)] if repeat is None else [(index, repeat), (index, repeat + 1)]
+        low, high = np.searchsorted(keys, rollout_numbers(*np.array(ends).T))
+        return order[low:high].astype(np.int64)
 
     def rows_at(self, index: Array, repeat: Array, trajectory: Array) -> Array:
         """Rows by their keys; -1 where there is none."""
         order, keys = self._by_key()
         if not len(order):
             return np.full(len(index), -1)
-        wanted = _keys(index, repeat)
+        wanted = rollout_numbers(index, repeat)
         # The trajectories of a rollout are read together, and in order.
         at = np.minimum(np.searchsorted(keys, wanted) + trajectory, len(order) - 1)
         same = (keys[at] == wanted) & (self["trajectory"][order[at]] == trajectory)
@@ -177,7 +172,7 @@ class RunColumns:
         rows, order, keys = self._sorted
         if rows != self.rows:
             rows = self.rows
-            keys = _keys(self["index"], self["repeat"])
+            keys = rollout_numbers(self["index"], self["repeat"])
             order = np.arange(rows, dtype=np.int32)
             if np.any(np.diff(keys) < 0):
                 order = np.argsort(keys, kind="stable").astype(np.int32)
@@ -187,10 +182,10 @@ class RunColumns:
 
     def failures(self) -> list[FailureRecord]:
         """Rollouts that failed and were not done later, by key."""
-        keys, records = sorted(self._failures), dict(self._failures)
-        index, repeat = np.array(keys, np.int64).reshape(-1, 2).T
-        done = self.rows_at(index, repeat, np.zeros(len(keys), np.int64)) >= 0
-        return [records[key] for key, over in zip(keys, done.tolist(), strict=True) if not over]
+        records = [record for _, record in sorted(self._failures.items())]
+        keys = np.array([(record.index, record.repeat, 0) for record in records], np.int64).reshape(-1, 3)
+        open_ = self.rows_at(*keys.T) < 0
+        return [record for record, is_open in zip(records, open_.tolist(), strict=True) if is_open]
 
     # -- the rest of a row
 
@@ -205,10 +200,10 @@ class RunColumns:
         names = None if names is None else [*dict.fromkeys((*SCORED_COLUMNS, *names))]
         files = list(self._codes)
         for code in np.unique(self[_FILE][rows]).tolist():
-            at, number = files[code]
+            part, number = files[code]
             chosen = np.flatnonzero(wanted & (self[_FILE] == code))
             try:
-                for table in self._tables(self.parts[at], number, np.unique(self["index"][chosen]), names):
+                for table in self._tables(self.parts[part], number, np.unique(self["index"][chosen]), names):
                     found = self.rows_at(*(column_values(table[name]) for name in KEY_COLUMNS))
                     found = np.where((found >= 0) & wanted[found], found, -1)
                     wanted[found[found >= 0]] = False
@@ -219,89 +214,77 @@ class RunColumns:
                 self._note(error)
 
     def _tables(
-        self, part: Run | Path, number: int, indices: Array, names: Sequence[str] | None
+        self, part: Run | Path, number: int, indices: Array | None, names: Sequence[str] | None
     ) -> Iterator[pa.Table]:
         if isinstance(part, Run):
+            assert indices is not None
             yield from part.rows_of(number, indices, names)
-            self._take_damage(part)
+            self._note(*part.damage)
             return
-        for table in read_groups(part, names, indices):
-            if isinstance(table, pa.Table):
-                yield table
-            else:
+        for table in read_groups(part, names, indices, _CODED if indices is None else ()):
+            if isinstance(table, DamagedFileError):
                 self._note(table)
+            else:
+                yield table
 
     # -- reading what is new
 
     def refresh(self) -> bool:
         """Reads what is new; says whether there was anything."""
         before, pieces = (self.rows, len(self._failures), len(self.damage)), list[Piece]()
-        for at, part in enumerate(self.parts):
+        for at, (part, seen) in enumerate(zip(self.parts, self._seen, strict=True)):
             try:
-                for code, table in self._new_tables(at):
-                    pieces.append(_scalars(table, code))
+                for number, table in self._new_tables(part, seen):
+                    pieces.append(_scalars(table, self._codes.setdefault((at, number), len(self._codes))))
             except (RollstreamError, OSError) as error:
                 self._note(error)
             if isinstance(part, Run):
-                self._take_damage(part)
+                self._note(*part.damage)
         if pieces:
             self._append(pieces)
         return before != (self.rows, len(self._failures), len(self.damage))
 
-    def _take_damage(self, run: Run) -> None:
-        for line in run.damage:
-            self._note(line)
+    def _note(self, *errors: Exception | str) -> None:
+        self.damage += [line for line in map(str, errors) if line not in self.damage]
 
-    def _note(self, error: Exception | str) -> None:
-        if str(error) not in self.damage:
-            self.damage.append(str(error))
-
-    def _new_tables(self, at: int) -> Iterator[tuple[int, pa.Table]]:
-        """Rows that were not read yet, by the code of their file."""
-        part, seen = self.parts[at], self._seen[at]
+    def _new_tables(self, part: Run | Path, seen: Seen) -> Iterator[tuple[int, pa.Table]]:
+        """Rows that were not read yet, and the number of their file."""
         if isinstance(part, Run):
-            for number, table in part.follow(_READ, seen, _CODED):
-                yield self._code(at, number), table
+            yield from part.follow(_READ, seen, _CODED)
             for path in part.paths.failure_files():
-                self._read_failures(path, part.manifest)
+                self._read_failures(path, part.manifest.run_id_bytes)
         elif not seen.files:
             seen.files[ARTIFACT] = SeenFile()
-            for table in read_groups(part, _READ, None, _CODED):
-                if isinstance(table, pa.Table):
-                    yield self._code(at, ARTIFACT), table
-                else:
-                    self._note(table)
-
-    def _code(self, at: int, number: int) -> int:
-        return self._codes.setdefault((at, number), len(self._codes))
+            for table in self._tables(part, ARTIFACT, None, _READ):
+                yield ARTIFACT, table
 
     def _append(self, pieces: list[Piece]) -> None:
         """Adds the rows of rollouts that are not there; of one that is in several files, the first file's."""
         index, repeat, code = (
-            np.concatenate([one[name] for one in pieces]) for name in ("index", "repeat", _FILE)
+            np.concatenate([piece[name] for piece in pieces]) for name in ("index", "repeat", _FILE)
         )
-        keys = _keys(index, repeat)
         new = self.rows_at(index, repeat, np.zeros_like(repeat)) < 0
         if len(code) and code[0] != code[-1]:
+            keys = rollout_numbers(index, repeat)
             _, first, which = np.unique(keys, return_index=True, return_inverse=True)
             new &= code == code[first][which]
         kept = np.concatenate([np.ones(self.rows, bool), new])
         pieces = [dict(self._columns), *pieces]
-        sizes = [len(one[_FILE]) for one in pieces]
-        parts = dict.fromkeys(name for one in pieces for name in one if name not in _TYPES)
+        sizes = [len(piece[_FILE]) for piece in pieces]
+        parts = dict.fromkeys(name for piece in pieces for name in piece if name not in _TYPES)
         columns: Piece = {}
         for name in [*_TYPES, *[*parts][:_MOST_PARTS]]:
             empty = _TYPES.get(name, np.float32)
-            some = [one.pop(name, None) for one in pieces]  # gone from there: half the memory
+            some = [piece.pop(name, None) for piece in pieces]  # gone from there: half the memory
+            filled = zip(some, sizes, strict=True)
             columns[name] = _joined(
-                [_filled(empty, size) if one is None else one for one, size in zip(some, sizes, strict=True)],
-                kept,
+                [_filled(empty, size) if part is None else part for part, size in filled], kept
             )
         self._columns, self.rows = columns, int(kept.sum())
 
-    def _read_failures(self, path: Path, manifest: Manifest) -> None:
+    def _read_failures(self, path: Path, run_id: bytes) -> None:
         report, end = ScanReport(), self._failed_ends.get(path, FILE_HEADER_SIZE)
-        for frame in scan(path, manifest.run_id_bytes, report, end):
+        for frame in scan(path, run_id, report, end):
             try:
                 record = self._codec.decode_failure(frame.body)
             except ValueError as error:
@@ -314,22 +297,10 @@ class RunColumns:
         self._failed_ends[path] = max(end, report.end)
 
 
-def _array(column: pa.Array) -> Array:
-    """Numbers without nulls; pyarrow's own ways to numpy import pandas, which takes half a second."""
-    found: Array = np.from_dlpack(column)
-    return found
-
-
 def _chunk(column: pa.ChunkedArray) -> pa.Array:
     """A column in one piece."""
-    found = column.combine_chunks()
-    return pa.concat_arrays(found.chunks) if isinstance(found, pa.ChunkedArray) else found
-
-
-def _keys(index: Array, repeat: Array) -> Array:
-    """One number for each rollout, in the order of prompt rows and repeats."""
-    found: Array = (index.astype(np.int64) << _REPEAT_BITS) + repeat
-    return found
+    whole = column.combine_chunks()
+    return pa.concat_arrays(whole.chunks) if isinstance(whole, pa.ChunkedArray) else whole
 
 
 def _filled(kind: Any, size: int) -> Any:
@@ -354,30 +325,19 @@ def _scalars(table: pa.Table, code: int) -> Piece:
     piece: Piece = {_FILE: np.full(len(table), code, np.int32)}
     for name, (kind, stored, _) in _COLUMNS.items():
         column = read[stored]
-        if name in METRIC_NAMES:
-            column = column.field(METRIC_NAMES.index(name))
         if kind is str:
             piece[name] = column.dictionary_encode()
-        else:
-            values = _oldest(column) if name == "version" else _numbers(column)
-            piece[name] = values.astype(kind, copy=False)
+            continue
+        if name in METRIC_NAMES:
+            column = column.field(METRIC_NAMES.index(name))
+        values = _oldest(column) if name == "version" else column_values(column)
+        piece[name] = values.astype(kind, copy=False)
     return piece | _parts_of_rewards(read["reward_extra"])
-
-
-def _numbers(column: pa.Array) -> Array:
-    """Numbers or truths; NaN where there is none."""
-    if pa.types.is_boolean(column.type):
-        column = column.cast(pa.uint8())
-    if not column.null_count:
-        return _array(column)
-    values: Array = np.full(len(column), math.nan)
-    values[_array(column.is_valid().cast(pa.uint8())) == 1] = _array(column.drop_null())
-    return values
 
 
 def _oldest(column: pa.Array) -> Array:
     """The lowest policy version of each row."""
-    versions, offsets = _array(column.values.field("version")), _array(column.offsets)
+    versions, offsets = column_values(column.values.field("version")), column_values(column.offsets)
     found: Array = np.full(len(column), math.nan)
     some = np.flatnonzero(np.diff(offsets))
     if len(some):
@@ -392,11 +352,11 @@ def _parts_of_rewards(column: pa.Array) -> Piece:
     parts: dict[str, Array] = {}
     for code, text in enumerate(texts):
         try:
-            found = orjson.loads(text)
+            extra = orjson.loads(text)
         except ValueError:
             continue
-        for name, value in found.items() if isinstance(found, dict) else ():
+        for name, value in extra.items() if isinstance(extra, dict) else ():
             if isinstance(value, int | float) and (name in parts or len(parts) < _MOST_PARTS):
                 parts.setdefault(name, np.full(len(texts), math.nan, np.float32))[code] = value
-    codes = _array(coded.indices)
+    codes = column_values(coded.indices)
     return {f"reward.{name}": values[codes] for name, values in parts.items()}

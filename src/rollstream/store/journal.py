@@ -189,11 +189,7 @@ def _find_frame(file: BinaryIO, offset: int, size: int) -> int | None:
 
 
 class JournalFile:
-    """Appends frames to one journal file. Owned by one thread.
-
-    `append` only writes; frames are durable after `sync`. When either fails, `rollback` cuts the file
-    back to what was durable, so that a half-written frame never stands before later ones.
-    """
+    """Appends frames to one journal file. Owned by one thread."""
 
     def __init__(self, path: Path, run_id: bytes, *, resume_at: int | None = None) -> None:
         """Creates the file, or continues it at `resume_at` (what lies behind is cut)."""
@@ -203,10 +199,8 @@ class JournalFile:
         try:
             if resume_at is None:
                 write_all(self._fd, encode_file_header(run_id))
-                self.size = FILE_HEADER_SIZE
             else:
                 os.ftruncate(self._fd, resume_at)
-                self.size = resume_at
             os.fdatasync(self._fd)
             sync_folder(path.parent)
         except BaseException:
@@ -214,22 +208,19 @@ class JournalFile:
             if resume_at is None:
                 path.unlink(missing_ok=True)
             raise
-        self._durable = self.size
+        self._end = FILE_HEADER_SIZE if resume_at is None else resume_at
 
-    def append(self, data: bytes) -> None:
-        """Writes whole frames at the end. Not durable yet."""
-        write_all(self._fd, data)
-        self.size += len(data)
-
-    def sync(self) -> None:
-        """Makes everything appended durable."""
-        os.fdatasync(self._fd)
-        self._durable = self.size
-
-    def rollback(self) -> None:
-        """Cuts off what was appended since the last successful `sync`."""
-        os.ftruncate(self._fd, self._durable)
-        self.size = self._durable
+    def append_durably(self, data: bytes) -> None:
+        """Writes whole frames at the end. When that fails, the file is cut back to what was durable, so that a
+        half-written frame never stands before later ones.
+        """
+        try:
+            write_all(self._fd, data)
+            os.fdatasync(self._fd)
+        except BaseException:
+            os.ftruncate(self._fd, self._end)
+            raise
+        self._end += len(data)
 
     def close(self) -> None:
         """Closes the file. Idempotent."""

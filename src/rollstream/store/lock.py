@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import orjson
@@ -15,6 +15,7 @@ from rollstream.errors import RunDirectoryError
 from rollstream.untrusted import read_regular
 
 _PATIENCE_S = 0.3
+"""`is_locked` has the lock for an instant."""
 
 _NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
@@ -51,23 +52,22 @@ class RunLock:
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             _lock_patiently(fd)
-        except OSError as error:
+        except BlockingIOError as error:
             os.close(fd)
-            if not isinstance(error, BlockingIOError):
-                why = "its file system has no flock: " if error.errno in _NO_FLOCK else ""
-                raise RunDirectoryError(f"cannot lock {self._path}: {why}{error.strerror}") from error
             holder = lock_holder(self._path)
             raise LockHeldError(
                 f"{self._path.parent} is being written by another run: {holder}. "
                 "Wait for it or stop it; `rollstream status` works meanwhile.",
                 holder,
             ) from error
+        except OSError as error:
+            os.close(fd)
+            why = "its file system has no flock: " if error.errno in _NO_FLOCK else ""
+            raise RunDirectoryError(f"cannot lock {self._path}: {why}{error.strerror}") from error
         holder_text = orjson.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()})
-        try:
+        with suppress(OSError):  # a full disk must not keep a run from being opened; only the message suffers
             os.ftruncate(fd, 0)
             os.pwrite(fd, holder_text, 0)
-        except OSError:
-            pass  # a full disk must not keep a run from being opened; only the message suffers
         self._fd = fd
 
     def release(self) -> None:
@@ -78,11 +78,9 @@ class RunLock:
 
 
 @contextmanager
-def locked(root: Path) -> Iterator[None]:
-    """Holds the lock of a run directory that is there. Raises `RunDirectoryError`."""
-    if not root.is_dir():
-        raise RunDirectoryError(f"{root} is not a run directory: there is no such folder")
-    lock = RunLock(root / "run.lock")
+def locked(root: Path, name: str = "run.lock") -> Iterator[None]:
+    """Holds a lock in a folder that is there. Raises `RunDirectoryError`."""
+    lock = RunLock(root / name)
     try:
         lock.acquire()
     except OSError as error:
@@ -94,7 +92,6 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def _lock_patiently(fd: int) -> None:
-    """Takes the lock; one who only looks whether it is held (`is_locked`) has it for an instant."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -123,10 +120,8 @@ def is_locked(path: Path) -> bool:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(fd)
     return False

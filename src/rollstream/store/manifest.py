@@ -1,7 +1,6 @@
 """The manifest `run.json`: which run this directory holds, and what decides its data."""
 
 import secrets
-import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,9 +25,6 @@ LOOP_IDENTITY = "agent.loops."
 
 SHARD_IDENTITY = "generation.shard"
 """Identity key that says which part of a run a directory holds: `i/k`. A whole run does not have it."""
-
-
-_NAME_THE_OUTPUT = "Name the folder that --output (trainer.default_local_dir) of `rollstream generate` named"
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,32 +85,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return bytes.fromhex(self.run_id)
 
 
-def new_manifest(
-    *,
-    n: int,
-    identity: Mapping[str, Any],
-    dataset: Mapping[str, Any],
-    versions: Mapping[str, str],
-    config: Mapping[str, Any],
-    tools: Mapping[str, Any] | None = None,
-    logprobs: LogprobKind | None = None,
-    pad_token_id: int | None = None,
-    reward: str | None = None,
-) -> Manifest:
-    """A manifest for a new run."""
-    return Manifest(
-        run_id=secrets.token_hex(16),
-        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        n=n,
-        identity=dict(identity),
-        dataset=dict(dataset),
-        versions=dict(versions),
-        config=dict(config),
-        tools=dict(tools or {}),
-        logprobs=logprobs,
-        pad_token_id=pad_token_id,
-        reward=reward,
-    )
+def new_manifest(**fields: Any) -> Manifest:
+    """A manifest for a new run, by the fields of `Manifest`."""
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    tools = fields.pop("tools", None) or {}
+    return Manifest(run_id=secrets.token_hex(16), created=created, tools=tools, **fields)
 
 
 def read_manifest(run_dir: Path) -> Manifest | None:
@@ -155,38 +130,15 @@ def require_manifest(run_dir: Path) -> Manifest:
 
 
 def no_run(path: Path) -> str:
-    """What a path is that is no run directory, and what to do."""
-    try:
-        what, instead = _instead_of_run(path)
-    except OSError:  # a folder that cannot be listed
-        what, instead = "it has no run.json", _NAME_THE_OUTPUT
-    return f"{path} is not a run directory: {what}. {instead}"
-
-
-def _instead_of_run(path: Path) -> tuple[str, str]:
-    holder = path.absolute().parent
-    if not path.exists():
-        return f"there is no such folder (looked in {holder})", _NAME_THE_OUTPUT
-    if (holder / "run.json").exists():
-        return "it is a part of one", f"Name that: {path.parent}"
-    if not path.is_dir():
-        return "it is a file", _NAME_THE_OUTPUT
-    names = {one.name for one in path.iterdir()}
-    if not names:
-        return "it is empty", _NAME_THE_OUTPUT
-    if any(path.glob("journal/*.rsj")) or any(path.glob("batches/*.parquet")):
-        return "it has files of a run, but no run.json", "Restore run.json from a copy"
-    if runs := sorted(path.glob("*/run.json")):
-        return f"it holds {len(runs)} of them", f"Name one, such as {runs[0].parent}"
-    if {"state.json", "dataset_dict.json"} & names:
-        return "it is a dataset", "To generate from it: rollstream generate --prompts " + shlex.quote(
-            str(path)
-        )
-    if "buffer.lock" in names:
-        return "it is a buffer's folder", f"To look at it: rollstream buffer show {shlex.quote(str(path))}"
-    if any(path.glob("trainer_state.json")) or any(path.glob("checkpoint-*/trainer_state.json")):
-        return "it is the folder of a trainer", f"To look at it: rollstream view {shlex.quote(str(path))}"
-    return "it has no run.json", _NAME_THE_OUTPUT
+    """What a path is that is no run directory."""
+    what = (
+        "it has no run.json"
+        if path.is_dir()
+        else "it is a file"
+        if path.exists()
+        else "there is no such folder"
+    )
+    return f"{path} is not a run directory: {what}"
 
 
 def write_manifest(run_dir: Path, manifest: Manifest) -> None:
@@ -209,18 +161,6 @@ def identity_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
-
-
-def score_command(run_dir: Path, config: Mapping[str, Any]) -> str:
-    """The command that scores a run by the reward of a configuration."""
-    given: Mapping[str, Any] = config.get("custom_reward_function") or {}
-    words = ["rollstream", "score", str(run_dir)]
-    words += ["--reward", str(given["path"])] if given.get("path") else ["--rules"]
-    if given.get("name", "compute_score") != "compute_score":
-        words += ["--function", str(given["name"])]
-    if given.get("reward_kwargs"):
-        words += ["--kwargs", orjson.dumps(given["reward_kwargs"], default=str).decode()]
-    return shlex.join(words)
 
 
 def check_reward(run_dir: Path, old: Manifest, wanted: Manifest) -> None:

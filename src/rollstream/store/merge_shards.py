@@ -13,11 +13,10 @@ run's own command, without it, continues there (with `generation.retry_failed`, 
 import copy
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,7 +29,8 @@ from rollstream.errors import (
     RunDirectoryError,
     StorageError,
 )
-from rollstream.store.batch import batch_metadata, read_keys, read_tables, write_tables_durably
+from rollstream.store.arrow import column_values
+from rollstream.store.batch import batch_metadata, read_tables, write_tables_durably
 from rollstream.store.journal import JournalFile, encode_frame, sync_folder, write_file_durably
 from rollstream.store.lock import locked
 from rollstream.store.manifest import (
@@ -47,15 +47,8 @@ from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
 from rollstream.store.recovery import recover
 from rollstream.store.run import Run
-from rollstream.store.scores import (
-    Rewards,
-    ScoreFacts,
-    ScorePaths,
-    copy_scores,
-    read_facts,
-    score_folder,
-)
-from rollstream.store.summary import RunStatus, read_status, write_checkpoint
+from rollstream.store.scores import Rewards, ScorePaths, copy_scores, read_facts, score_folder
+from rollstream.store.summary import read_status, write_checkpoint
 from rollstream.store.validate import validate_run
 from rollstream.trajectory import Failure
 from rollstream.untrusted import read_regular
@@ -75,15 +68,6 @@ class MergedRun:
     """Rollouts."""
     rows: int
     """Trajectories."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Shard:
-    root: Path
-    manifest: Manifest
-    status: RunStatus
-    scores: dict[str, ScoreFacts]
-    """What it was scored anew by, by name."""
 
 
 def merge_shards(
@@ -109,9 +93,12 @@ def merge_shards(
     """
     _check_output(roots, output)
     with ExitStack() as locks:
+        manifests = {root: require_manifest(root) for root in roots}
         for root in sorted(roots):
             locks.enter_context(locked(root))
-        shards = _check_shards(roots)
+        shards = _check_identities(manifests)
+        total = sum(map(_check_finished, shards))
+        _check_disjoint(shards)
         folder = output.absolute().with_name(f".{output.name}.merge.tmp")
         try:
             folder.mkdir(exist_ok=True)
@@ -122,7 +109,7 @@ def merge_shards(
             for left in folder.iterdir():
                 if left.name != "run.lock":
                     shutil.rmtree(left) if left.is_dir() else left.unlink()
-            merged = _write(shards, folder, output, cancelled)
+            merged = _write(shards, folder, output, total, cancelled)
             sync_folder(folder)
             folder.rename(output)
             sync_folder(output.absolute().parent)
@@ -146,14 +133,27 @@ def _check_output(roots: Sequence[Path], output: Path) -> None:
             raise ConfigError(f"{place} is named twice")
 
 
-def _check_shards(roots: Sequence[Path]) -> list[_Shard]:
-    """The shards by number. Raises when they are not one whole run."""
-    manifests = {root: require_manifest(root) for root in roots}
-    names = {root: one.identity.get(SHARD_IDENTITY) for root, one in manifests.items()}
-    by_number = _by_number(names)
-    first = by_number[0]
-    for root in by_number[1:]:
-        old, new = manifests[first], manifests[root]
+def _check_identities(manifests: dict[Path, Manifest]) -> list[Run]:
+    """The shards by number. Raises when they are not those of one run, each once."""
+    by_name: dict[str, Path] = {}
+    for root, manifest in manifests.items():
+        name = manifest.identity.get(SHARD_IDENTITY)
+        if name is None:
+            raise ConfigError(f"{root} holds a whole run, not a shard of one (generation.shard=i/k)")
+        if name in by_name:
+            raise ConfigError(f"{by_name[name]} and {root} are both shard {name}")
+        by_name[name] = root
+    counts = {name.partition("/")[2] for name in by_name}
+    if len(counts) != 1:
+        raise ConfigError(f"the directories are shards of runs cut differently: {', '.join(sorted(by_name))}")
+    wanted = [f"{number}/{count}" for count in counts for number in range(int(count))]
+    missing = [name for name in wanted if name not in by_name]
+    if missing:
+        raise ConfigError(f"shards are missing: {', '.join(missing[:10])}{' …' * (len(missing) > 10)}")
+    first, *others = roots = [by_name[name] for name in wanted]
+    old = manifests[first]
+    for root in others:
+        new = manifests[root]
         differences = identity_differences(
             {**old.identity, SHARD_IDENTITY: None}, {**new.identity, SHARD_IDENTITY: None}
         )
@@ -166,70 +166,37 @@ def _check_shards(roots: Sequence[Path]) -> list[_Shard]:
         if new.versions != old.versions:
             logger.warning(
                 "%s and %s were generated with different versions: %s and %s",
-                *(first, root, old.versions, new.versions),
+                first,
+                root,
+                old.versions,
+                new.versions,
             )
-    shards = [_Shard(root, manifests[root], _finished(root), _scores(root)) for root in by_number]
-    for shard in shards:
-        if shard.status.artifact_rows:  # batches are gone: they are made anew of the artifact
-            recover(RunPaths(shard.root), shard.manifest)
-        result = validate_run(shard.root)
-        if not result.sound:
-            raise DamageError(
-                f"{shard.root} is not sound: {result.problems[0]} (rollstream validate {shard.root})"
-            )
-    _check_disjoint(shards)
-    return shards
+    return [Run(root, manifests[root]) for root in roots]
 
 
-def _scores(root: Path) -> dict[str, ScoreFacts]:
-    folder = score_folder(root)
-    found = {path.stem: read_facts(ScorePaths(folder, path.stem).facts) for path in folder.glob("*.rsj")}
-    return {name: facts for name, facts in found.items() if facts is not None}
-
-
-def _by_number(names: Mapping[Path, Any]) -> list[Path]:
-    """The directories by the number of their shard; raises unless each of `k` is there once."""
-    found: dict[str, Path] = {}
-    for root, name in names.items():
-        if name is None:
-            raise ConfigError(f"{root} holds a whole run, not a shard of one (generation.shard=i/k)")
-        if name in found:
-            raise ConfigError(f"{found[name]} and {root} are both shard {name}")
-        found[name] = root
-    counts = {name.partition("/")[2] for name in found}
-    if len(counts) != 1:
-        raise ConfigError(
-            "the directories are shards of runs cut differently: "
-            + ", ".join(f"{root} is {name}" for root, name in names.items())
-        )
-    wanted = [f"{number}/{count}" for count in counts for number in range(int(count))]
-    missing = [name for name in wanted if name not in found]
-    if missing:
-        raise ConfigError(f"shards are missing: {', '.join(missing[:10])}{' …' * (len(missing) > 10)}")
-    return [found[name] for name in wanted]
-
-
-def _finished(root: Path) -> RunStatus:
-    status = read_status(root)
-    if status.damage:
-        raise DamageError(f"{root}: {status.damage[0]} (rollstream validate {root})")
-    if status.total is None or not status.finished:
+def _check_finished(shard: Run) -> int:
+    """The rollouts that a shard was to have; raises unless all are there, or have failed, and it is sound."""
+    root, status = shard.root, read_status(shard.root)
+    if not status.damage and not status.finished:
         total = "?" if status.total is None else status.total
         raise RunDirectoryError(
             f"{root}: {status.completed} of {total} rollouts done; the shard is unfinished. Run its "
             "`rollstream generate` to its end"
         )
-    return status
+    if status.artifact_rows and not status.damage:  # batches are gone: they are made anew of the artifact
+        recover(shard.paths, shard.manifest)
+    if problems := status.damage or validate_run(root).problems:
+        raise DamageError(f"{root} is not sound: {problems[0]} (rollstream validate {root})")
+    logger.info("%s: %d trajectories", root, status.rows)
+    return status.total or 0
 
 
-def _check_disjoint(shards: Sequence[_Shard]) -> None:
+def _check_disjoint(shards: Sequence[Run]) -> None:
     """Raises when prompt rows stand in two shards."""
-    seen: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(0, np.int64)
+    seen = np.zeros(0, np.int64)
     for shard in shards:
-        paths = RunPaths(shard.root)
-        batches = map(paths.batch, paths.batch_numbers())
-        parts = [np.unique(read_keys(batch, shard.manifest.run_id)["index"]) for batch in batches]
-        here = np.unique(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+        parts = [np.unique(column_values(table["index"])) for table in shard.rows(["index"])]
+        here = np.unique(np.concatenate([np.zeros(0, np.int64), *parts]))
         both = np.intersect1d(seen, here, assume_unique=True)
         if len(both):
             raise DamageError(
@@ -239,81 +206,61 @@ def _check_disjoint(shards: Sequence[_Shard]) -> None:
 
 
 def _write(
-    shards: Sequence[_Shard],
-    folder: Path,
-    output: Path,
-    cancelled: Callable[[], bool],
+    shards: Sequence[Run], folder: Path, output: Path, total: int, cancelled: Callable[[], bool]
 ) -> MergedRun:
     paths = RunPaths(folder)
-    for made in (paths.journals, paths.batches, paths.failures, paths.logs):
-        made.mkdir()
+    paths.make_folders()
     manifest = _merged_manifest(shards[0].manifest, output)
     metadata = batch_metadata(manifest.run_id_bytes, manifest.logprobs)
-    number = 0
+    batches = [(shard, number) for shard in shards for number in shard.paths.batch_numbers()]
+    for number, (shard, old) in enumerate(batches):
+        tables = map(Rewards(shard.root).current, read_tables(shard.paths.batch(old)))
+        write_tables_durably(paths.batch(number), until(tables, cancelled), metadata)
+    codec, failures = RecordCodec(), list[bytes]()
     for shard in shards:
-        logger.info("reading %s: %d trajectories", shard.root, shard.status.rows)
-        source, rewards = RunPaths(shard.root), Rewards(shard.root)
-        for old in source.batch_numbers():
-            tables = until(map(rewards.current, read_tables(source.batch(old))), cancelled)
-            write_tables_durably(paths.batch(number), tables, metadata)
-            number += 1
-    if any(shard.status.failed for shard in shards):
+        for record in shard.failures():
+            body = codec.encode_failure(Failure(**msgspec.structs.asdict(record)))
+            failures.append(encode_frame(record.index, record.repeat, 0, body))
+    if failures:
         journal = JournalFile(paths.failures / "000000.rsj", manifest.run_id_bytes)
         try:
-            for shard in shards:
-                for frame in _failure_frames(shard.root):
-                    journal.append(frame)
-            journal.sync()
+            journal.append_durably(b"".join(failures))
         finally:
             journal.close()
     write_file_durably(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(manifest.config)).encode())
     with suppress(FileNotFoundError):
-        write_file_durably(paths.tokenizer, read_regular(RunPaths(shards[0].root).tokenizer))
+        write_file_durably(paths.tokenizer, read_regular(shards[0].paths.tokenizer))
     write_manifest(folder, manifest)
     _merge_scores(shards, folder, manifest)
     state = Run(folder, manifest).state()
     if state.rows:
         merge_batches(paths, manifest.run_id_bytes, cancelled=cancelled)
-    total = sum(shard.status.total or 0 for shard in shards)
     write_checkpoint(paths, manifest, state, total=total)
     return MergedRun(output, len(shards), state.keys.done, state.keys.failed, state.rows)
 
 
-def _merge_scores(shards: Sequence[_Shard], folder: Path, manifest: Manifest) -> None:
+def _merge_scores(shards: Sequence[Run], folder: Path, manifest: Manifest) -> None:
     """Scores go along, but for those of a name that stands for several rewards."""
-    for name in sorted({name for shard in shards for name in shard.scores}):
-        having = [shard for shard in shards if name in shard.scores]
-        facts = having[0].scores[name]
-        if any(shard.scores[name].digest != facts.digest for shard in having):
+    by_name: dict[str, list[ScorePaths]] = {}
+    for shard in shards:
+        for path in sorted(score_folder(shard.root).glob("*.rsj")):
+            by_name.setdefault(path.stem, []).append(ScorePaths(path.parent, path.stem))
+    for name, sources in by_name.items():
+        known = [facts for facts in (read_facts(source.facts) for source in sources) if facts is not None]
+        if len({facts.digest for facts in known}) > 1:
             logger.warning("the scores %r are of several rewards in the shards: they are left out", name)
-            continue
-        score_folder(folder).mkdir(exist_ok=True)
-        copy_scores(
-            [ScorePaths(score_folder(shard.root), name) for shard in having],
-            ScorePaths(score_folder(folder), name),
-            msgspec.structs.replace(facts, run_id=manifest.run_id),
-        )
+        elif known:
+            score_folder(folder).mkdir(exist_ok=True)
+            facts = msgspec.structs.replace(known[0], run_id=manifest.run_id)
+            copy_scores(sources, ScorePaths(score_folder(folder), name), facts)
 
 
 def _merged_manifest(shard: Manifest, output: Path) -> Manifest:
+    """The manifest of a shard's whole run, as a new run's."""
     config = copy.deepcopy(shard.config)
     config.setdefault("generation", {})["shard"] = None
     config.setdefault("trainer", {})["default_local_dir"] = str(output.absolute())
-    return new_manifest(
-        n=shard.n,
-        identity={key: value for key, value in shard.identity.items() if key != SHARD_IDENTITY},
-        dataset=shard.dataset,
-        versions=shard.versions,
-        config=config,
-        tools=shard.tools,
-        logprobs=shard.logprobs,
-        pad_token_id=shard.pad_token_id,
-        reward=shard.reward,
-    )
-
-
-def _failure_frames(root: Path) -> Iterator[bytes]:
-    codec = RecordCodec()
-    for record in Run.open(root).failures():
-        body = codec.encode_failure(Failure(**msgspec.structs.asdict(record)))
-        yield encode_frame(record.index, record.repeat, 0, body)
+    identity = {key: value for key, value in shard.identity.items() if key != SHARD_IDENTITY}
+    kept = {name: getattr(shard, name) for name in ("n", "dataset", "versions", "tools", "logprobs")}
+    kept |= {"reward": shard.reward, "pad_token_id": shard.pad_token_id}
+    return new_manifest(identity=identity, config=config, **kept)

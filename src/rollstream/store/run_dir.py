@@ -2,21 +2,30 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
-from rollstream.store.batch import DamagedFileError, forget_digests
-from rollstream.store.journal import sync_folder, write_file_durably
+from rollstream.errors import (
+    ConfigError,
+    DamageError,
+    IdentityMismatchError,
+    RunDirectoryError,
+    StorageError,
+)
+from rollstream.store.batch import DamagedFileError
+from rollstream.store.journal import ScanReport, scan, sync_folder, write_file_durably
+from rollstream.store.keys import RunState
 from rollstream.store.lock import RunLock
 from rollstream.store.manifest import Manifest, check_identity, check_reward, read_manifest, write_manifest
-from rollstream.store.merge import merge_batches, merged_batches
-from rollstream.store.paths import RunPaths, missing_batches
-from rollstream.store.recovery import RunState, quarantine_batch, recover
+from rollstream.store.merge import Artifact, merge_batches
+from rollstream.store.paths import RunPaths, forget_batches, missing_batches
+from rollstream.store.records import RecordCodec
+from rollstream.store.recovery import quarantine_batch, recover
+from rollstream.store.run import Run
 from rollstream.store.scores import score_folder
 from rollstream.trajectory import LogprobKind
 from rollstream.untrusted import read_regular
@@ -41,9 +50,8 @@ class RunDirectory:
             return
         if self.manifest.logprobs is not None and self.state.keys.done:
             raise ConfigError(
-                f"{self.paths.root} has {self.manifest.logprobs} log-probs, and its engine now gives {kind} "
-                "ones: set actor_rollout_ref.rollout.logprobs_mode (of servers, --logprobs-mode) as it was, or take "
-                "another --output"
+                f"{self.paths.root} has {self.manifest.logprobs} log-probs, and its engine now gives {kind} ones "
+                "(actor_rollout_ref.rollout.logprobs_mode; of servers, --logprobs-mode)"
             )
         self.manifest = msgspec.structs.replace(self.manifest, logprobs=kind)
         write_manifest(self.paths.root, self.manifest)
@@ -70,10 +78,11 @@ class RunDirectory:
                 "could be sealed. What was counted as done is safe; run the same command again."
             )
         if not keep_batches:
-            for number in merged_batches(self.paths, self.manifest.run_id):
+            artifact, numbers = Artifact(self.paths, self.manifest.run_id), self.paths.batch_numbers()
+            for number in artifact.holds(numbers) - artifact.links(numbers):
                 self.paths.batch(number).unlink()
             sync_folder(self.paths.batches)
-            forget_digests(self.paths.batches, set(missing_batches(self.paths)))
+            forget_batches(self.paths, missing_batches(self.paths))
             self.state = recover(self.paths, self.manifest)
         return rows
 
@@ -147,7 +156,8 @@ def open_run(
         else:
             check_identity(root, manifest.identity, wanted.identity, extend=False)
             check_reward(root, manifest, wanted)
-        _keep_tokenizer(paths, tokenizer)
+        if tokenizer is not None and _read(paths.tokenizer, len(tokenizer)) != tokenizer:
+            write_file_durably(paths.tokenizer, tokenizer)
         state = recover(paths, manifest)
     except OSError as error:
         lock.release()
@@ -156,6 +166,12 @@ def open_run(
         lock.release()
         raise
     return RunDirectory(paths, manifest, state, lock)
+
+
+def _read(path: Path, most: int) -> bytes | None:
+    with suppress(OSError):
+        return read_regular(path, most)
+    return None
 
 
 def refuse_foreign_data(paths: RunPaths) -> None:
@@ -168,8 +184,7 @@ def refuse_foreign_data(paths: RunPaths) -> None:
 
 
 def _create(paths: RunPaths, manifest: Manifest, config_yaml: str) -> None:
-    for folder in (paths.journals, paths.batches, paths.failures, paths.logs):
-        folder.mkdir(exist_ok=True)
+    paths.make_folders()
     if (scores := score_folder(paths.root)).is_dir():  # of a run that was here before
         scores.rename(paths.logs / f"scores-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     paths.tokenizer.unlink(missing_ok=True)
@@ -177,10 +192,63 @@ def _create(paths: RunPaths, manifest: Manifest, config_yaml: str) -> None:
     write_manifest(paths.root, manifest)
 
 
-def _keep_tokenizer(paths: RunPaths, content: bytes | None) -> None:
-    if content is None:
+def extend_run(
+    root: Path, wanted: Manifest, prompt_keys: Callable[[], Iterable[str | None]], config_yaml: str
+) -> None:
+    """Gives the run in `root` the dataset and the `n` of `wanted`. The lock must be held; nothing to do for a new run.
+
+    Nothing that is done is touched: only the manifest and the configuration change.
+
+    Args:
+        root: the run directory.
+        wanted: the manifest asked for; may differ from the run's in its dataset rows and in a larger `n` only.
+        prompt_keys: the new dataset's prompt keys by index; None for a row that is not to be visited.
+        config_yaml: the resolved configuration.
+
+    Raises:
+        IdentityMismatchError: more than that differs, or a row with a finished or failed rollout stands elsewhere
+            now; nothing was touched.
+    """
+    manifest = read_manifest(root)
+    if manifest is None or not RunPaths(root).has_data():
         return
-    with suppress(OSError):
-        if read_regular(paths.tokenizer, len(content)) == content:
-            return
-    write_file_durably(paths.tokenizer, content)
+    if not check_identity(root, manifest.identity, wanted.identity, extend=True):
+        return
+    check_positions(root, manifest, prompt_keys())
+    write_file_durably(root / "config.yaml", config_yaml.encode())
+    extended = msgspec.structs.replace(
+        wanted,
+        run_id=manifest.run_id,
+        created=manifest.created,
+        logprobs=manifest.logprobs,
+        scores=manifest.scores,
+        tools={**manifest.tools, **wanted.tools},
+    )
+    write_manifest(root, extended)
+
+
+def check_positions(root: Path, manifest: Manifest, prompt_keys: Iterable[str | None]) -> None:
+    """Raises `IdentityMismatchError` unless each row with a finished or failed rollout stands where it stood.
+
+    A row that has only failed may also be one that is not visited any more, as an overlong prompt.
+    """
+    keys: dict[int, str] = {}
+    failed: dict[int, str] = {}
+    for table in Run(root, manifest).rows(["index", "prompt_key"]):
+        keys.update(zip(table["index"].to_pylist(), table["prompt_key"].to_pylist(), strict=True))
+    codec = RecordCodec()
+    for path in RunPaths(root).failure_files():
+        for frame in scan(path, manifest.run_id_bytes, ScanReport()):
+            if frame.index not in keys:
+                failed[frame.index] = codec.decode_failure(frame.body).prompt_key
+    keys |= failed
+    for index, key in enumerate(prompt_keys):
+        if keys.get(index) == key or (key is None and index in failed):
+            keys.pop(index, None)
+    if keys:
+        first = min(keys)
+        raise IdentityMismatchError(
+            f"{root}: prompt row {first} and {len(keys) - 1} others have rollouts and stand elsewhere in the dataset "
+            "now, or not at all. A run is extended by rows that are appended; nothing was touched",
+            [(f"prompt row {first}", keys[first], None)],
+        )

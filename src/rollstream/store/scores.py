@@ -19,7 +19,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -35,17 +35,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
+from rollstream.store.arrow import column_values, to_arrow, to_arrow_column, to_arrow_texts
 from rollstream.store.batch import (
     KEY_COLUMNS,
     SCHEMA,
-    column_values,
     commit_file,
     forget_old_digests,
     reading,
     recorded_digests,
-    to_arrow,
-    to_arrow_floats,
-    to_arrow_texts,
 )
 from rollstream.store.journal import (
     FILE_HEADER_SIZE,
@@ -57,24 +54,22 @@ from rollstream.store.journal import (
     scan,
     write_file_durably,
 )
-from rollstream.store.lock import RunLock
+from rollstream.store.keys import rollout_numbers
+from rollstream.store.lock import locked
 from rollstream.store.manifest import read_manifest
 from rollstream.trajectory import RolloutKey
 from rollstream.untrusted import open_regular, read_regular
-
-_CONTENT = b"rollstream.scores"
-"""Metadata key of an artifact: the scores that its rewards are of (`Rewards.content`)."""
 
 logger = logging.getLogger(__name__)
 
 SCORED_COLUMNS = [*KEY_COLUMNS, "finished_at"]
 """What rows need besides their rewards for others to be found."""
 
-_COLUMNS = [*SCORED_COLUMNS, "reward", "reward_extra"]
-_SCHEMA = pa.schema([SCHEMA.field(name) for name in _COLUMNS])
-_REPEAT_BITS = 31
+_SCHEMA = pa.schema([SCHEMA.field(name) for name in (*SCORED_COLUMNS, "reward", "reward_extra")])
 _ROWS = 1 << 14
 """Rows that are written together."""
+_CONTENT = b"rollstream.scores"
+"""Metadata key of an artifact: the scores that its rewards are of (`Rewards.content`)."""
 
 
 class ScoredRollout(NamedTuple):
@@ -112,21 +107,17 @@ class ScorePaths:
         self.facts = folder / f"{name}.json"
         self.journal = folder / f"{name}.rsj"
         self.table = folder / f"{name}.parquet"
-        self._lock = folder / f"{name}.lock"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Holds the lock of these scores. Raises `RunDirectoryError`: another has it, or nothing can be written."""
-        lock = RunLock(self._lock)
+        folder = self.facts.parent
         try:
-            self._lock.parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunDirectoryError(f"cannot write to {self._lock.parent}: {error.strerror}") from error
-        try:
+            raise RunDirectoryError(f"cannot write to {folder}: {error.strerror}") from error
+        with locked(folder, f"{self.name}.lock"):
             yield
-        finally:
-            lock.release()
 
 
 def score_folder(root: Path) -> Path:
@@ -141,8 +132,7 @@ def is_score_name(name: str) -> bool:
 
 def score_names(root: Path) -> list[str]:
     """The scores of a run that are complete."""
-    found = score_folder(root).glob("*.parquet")
-    return sorted(path.stem for path in found if is_score_name(path.stem))
+    return sorted(path.stem for path in score_folder(root).glob("*.parquet") if is_score_name(path.stem))
 
 
 def read_facts(path: Path) -> ScoreFacts | None:
@@ -178,6 +168,9 @@ def require_facts(paths: ScorePaths, run_id: str, reward: str, digest: str) -> S
     return facts
 
 
+# --- reading
+
+
 class Rewards:
     """The rewards that a reader sees: a run's own, or those of a name.
 
@@ -191,8 +184,7 @@ class Rewards:
 
     def __init__(self, root: Path, name: str | None = None) -> None:
         manifest = read_manifest(root)
-        own = None if manifest is None else manifest.scores
-        self.name = name or own
+        self.name = name or (None if manifest is None else manifest.scores)
         self._keeps_recorded = name is None
         self._path = ScorePaths(score_folder(root), self.name or "").table
         if self.name is not None and not self._path.exists():
@@ -205,7 +197,16 @@ class Rewards:
         if self.name is None:
             return ""
         digests = recorded_digests(self._path).get(self._path.name, set())
-        return f"{self.name}:{'+'.join(sorted(one[:16] for one in digests))}"
+        return f"{self.name}:{'+'.join(sorted(digest[:16] for digest in digests))}"
+
+    def are_in(self, footer: pq.FileMetaData) -> bool:
+        """Whether an artifact was merged with these rewards, by its footer."""
+        content: bytes = (footer.metadata or {}).get(_CONTENT, b"")
+        return content.decode() == self.content
+
+    def metadata(self) -> dict[str, str]:
+        """What the metadata of an artifact says of its rewards."""
+        return {_CONTENT.decode(): self.content} if self.content else {}
 
     def current(self, table: pa.Table) -> pa.Table:
         """Rows with these rewards.
@@ -228,17 +229,6 @@ class Rewards:
             ) from error
 
 
-def has_rewards(footer: pq.FileMetaData, rewards: Rewards) -> bool:
-    """Whether an artifact was merged with these rewards."""
-    found: bytes = (footer.metadata or {}).get(_CONTENT, b"")
-    return found.decode() == rewards.content
-
-
-def rewards_metadata(rewards: Rewards) -> dict[str, str]:
-    """What the metadata of an artifact says of its rewards."""
-    return {_CONTENT.decode(): rewards.content} if rewards.content else {}
-
-
 class _Scores:
     """The rewards of a file, in memory: some 33 bytes a row, and each different `reward_extra` once."""
 
@@ -248,100 +238,63 @@ class _Scores:
             pq.ParquetFile(path, page_checksum_verification=True, read_dictionary=["reward_extra"]) as file,
         ):
             table = file.read(use_threads=False).unify_dictionaries()
-        self._keys = _packed(table)
-        self._trajectory = column_values(table["trajectory"])
-        self._finished = _finished(table)
-        self._valid: npt.NDArray[np.bool_] = column_values(table["reward"].is_valid().cast(pa.uint8())) == 1
-        self._reward = np.zeros(len(table))
-        self._reward[self._valid] = column_values(table["reward"].drop_null())
+        self._keys, self._trajectory, self._finished = _places(table)
+        self._reward = column_values(table["reward"])
         chunks = table["reward_extra"].chunks
-        codes = [np.from_dlpack(one.indices) for one in chunks]
+        codes = [np.from_dlpack(chunk.indices) for chunk in chunks]
         self._codes = np.concatenate([np.zeros(0, np.int32), *codes])
         texts = chunks[0].dictionary if chunks else to_arrow_texts([])
         self._texts = pa.concat_arrays([texts, to_arrow_texts(["{}"])])
 
     def apply(self, table: pa.Table, *, keeps_recorded: bool) -> pa.Table:
         """Rows with these rewards; where there are none, as they are or null."""
-        keys, trajectory = _packed(table), column_values(table["trajectory"])
-        found = np.zeros(len(table), bool)
+        keys, trajectory, finished = _places(table)
+        known = np.zeros(len(table), bool)
         places = np.zeros(len(table), np.int64)
         if len(self._keys):
             # The trajectories of a rollout stand together, from the first one on.
-            at = np.minimum(np.searchsorted(self._keys, keys) + trajectory, len(self._keys) - 1)
-            found = (self._keys[at] == keys) & (self._trajectory[at] == trajectory)
-            found &= self._finished[at] == _finished(table)
-            places[found] = at[found]
+            places = np.minimum(np.searchsorted(self._keys, keys) + trajectory, len(self._keys) - 1)
+            known = (self._keys[places] == keys) & (self._trajectory[places] == trajectory)
+            known &= self._finished[places] == finished
         if "reward" in table.column_names:
-            known = found.copy()
-            rewards = np.zeros(len(table))
-            known[found] = self._valid[places[found]]
+            rewards = np.full(len(table), np.nan)
             rewards[known] = self._reward[places[known]]
-            column = to_arrow(rewards, known)
-            table = _replaced(table, "reward", found, column, keeps_recorded)
+            column = to_arrow(np.nan_to_num(rewards), ~np.isnan(rewards))
+            table = _replaced(table, "reward", known, column, keeps_recorded)
         if "reward_extra" in table.column_names:
-            none = len(self._texts) - 1
-            codes = np.full(len(table), none, np.int64)
-            codes[found] = self._codes[places[found]]
-            table = _replaced(table, "reward_extra", found, self._texts.take(to_arrow(codes)), keeps_recorded)
+            codes = np.full(len(table), len(self._texts) - 1, np.int64)
+            codes[known] = self._codes[places[known]]
+            table = _replaced(table, "reward_extra", known, self._texts.take(to_arrow(codes)), keeps_recorded)
         return table
 
 
 def _replaced(
-    table: pa.Table, name: str, found: npt.NDArray[np.bool_], column: pa.Array, keeps_recorded: bool
+    table: pa.Table, name: str, known: npt.NDArray[np.bool_], column: pa.Array, keeps_recorded: bool
 ) -> pa.Table:
     at = table.column_names.index(name)
     field = table.schema.field(at)
+    coded = pa.types.is_dictionary(field.type)
     if keeps_recorded:
         recorded = table[name].combine_chunks()
-        if isinstance(recorded, pa.DictionaryArray):
-            recorded = recorded.dictionary_decode()
-        column = pc.if_else(to_arrow(found), column, recorded)
-    if pa.types.is_dictionary(field.type):
-        column = column.dictionary_encode()
-    return table.set_column(at, field, column)
+        column = pc.if_else(to_arrow(known), column, recorded.dictionary_decode() if coded else recorded)
+    return table.set_column(at, field, column.dictionary_encode() if coded else column)
 
 
-def _packed(table: pa.Table) -> npt.NDArray[np.int64]:
-    index, repeat = (column_values(table[name]).astype(np.int64) for name in ("index", "repeat"))
-    packed: npt.NDArray[np.int64] = index << _REPEAT_BITS | repeat
-    return packed
-
-
-def _finished(table: pa.Table) -> npt.NDArray[np.float64]:
-    """When rows were finished; 0.0 where that is not known."""
-    values = np.zeros(len(table))
+def _places(table: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+    """Rollout, trajectory, and when it was finished (0.0 where that is not known) of each row."""
+    finished = np.zeros(len(table))
     if "finished_at" in table.column_names:
-        column = table["finished_at"]
-        values[column_values(column.is_valid().cast(pa.uint8())) == 1] = column_values(column.drop_null())
-    return values
+        finished = np.nan_to_num(column_values(table["finished_at"]))
+    numbers = rollout_numbers(column_values(table["index"]), column_values(table["repeat"]))
+    return numbers, column_values(table["trajectory"]), finished
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[Callable[[pa.Table], None]]:
-    """Writes a file of scores durably, its checksum beside it; one that is there stays until the block ends well."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with pq.ParquetWriter(
-            temporary, _SCHEMA, compression="zstd", write_page_checksum=True, use_dictionary=["reward_extra"]
-        ) as writer:
-            yield lambda table: writer.write_table(table.cast(_SCHEMA))
-        commit_file(temporary, path)
-        forget_old_digests(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-# --- the journal of scores
+# --- the journal of scores, and the table that is made of it
 
 
 def encode_scores(scored: ScoredRollout) -> bytes:
     """The body of a rollout's frame."""
     return _encoder.encode(scored)
-
-
-def decode_scores(body: bytes) -> ScoredRollout:
-    """The inverse; raises `ValueError` on anything else."""
-    return _decoder.decode(body)
 
 
 class ScoreJournal:
@@ -359,7 +312,7 @@ class ScoreJournal:
         """The scores that are there. Read to the end before others are added."""
         if self._path.exists():
             for frame in scan(self._path, self._id, self._report):
-                yield RolloutKey(frame.index, frame.repeat), decode_scores(frame.body)
+                yield RolloutKey(frame.index, frame.repeat), _decoder.decode(frame.body)
         for damage in self._report.damage:
             logger.warning("%s: what it held is scored again", damage)
 
@@ -379,10 +332,8 @@ class ScoreJournal:
             try:
                 await asyncio.to_thread(self._append, b"".join(frame for frame, _ in group))
             except OSError as cause:
-                error = no_room(self._path, cause)
-            for _, future in group:
-                if future.done():
-                    continue
+                error = _no_room(self._path, cause)
+            for future in (future for _, future in group if not future.done()):
                 if error is None:
                     future.set_result(None)
                 else:
@@ -395,12 +346,7 @@ class ScoreJournal:
             if end is None:
                 self._path.unlink(missing_ok=True)
             self._file = JournalFile(self._path, self._id, resume_at=end)
-        try:
-            self._file.append(data)
-            self._file.sync()
-        except BaseException:
-            self._file.rollback()
-            raise
+        self._file.append_durably(data)
 
     def __enter__(self) -> "ScoreJournal":
         return self
@@ -410,8 +356,7 @@ class ScoreJournal:
             self._file.close()
 
 
-def no_room(path: Path, error: OSError) -> StorageError:
-    """What a full disk is to someone who scores."""
+def _no_room(path: Path, error: OSError) -> StorageError:
     return StorageError(
         f"cannot write {path}: {error.strerror or error}. What was scored is safe; free space and run the same "
         "command again"
@@ -421,78 +366,66 @@ def no_room(path: Path, error: OSError) -> StorageError:
 def seal_scores(paths: ScorePaths, facts_id: str) -> Iterator[tuple[RolloutKey, ScoredRollout]]:
     """Makes the table of all that the journal holds; gives each rollout as it is written, by key.
 
-    Of several frames of a rollout the last one counts. Memory: 24 bytes a frame. Raises `StorageError`.
+    Of several frames of a rollout the last one counts. Memory: 20 bytes a frame. Raises `StorageError`.
     """
-    keys, offsets = [], []
-    for frame in scan(paths.journal, bytes.fromhex(facts_id), ScanReport()):
-        keys.append(frame.index << _REPEAT_BITS | frame.repeat)
-        offsets.append(frame.offset)
-    packed, places = np.array(keys, np.int64), np.array(offsets, np.int64)
-    del keys, offsets
-    order = packed.argsort(kind="stable")
-    last = np.append(np.diff(packed[order]) != 0, True)[: len(order)]
+    scanned = scan(paths.journal, bytes.fromhex(facts_id), ScanReport())
+    frames = np.fromiter(
+        ((frame.index, frame.repeat, frame.offset) for frame in scanned),
+        np.dtype([("index", np.int64), ("repeat", np.int32), ("offset", np.int64)]),
+    )
+    frames = frames[np.lexsort((frames["offset"], frames["repeat"], frames["index"]))]
+    is_last = np.append(np.diff(rollout_numbers(frames["index"], frames["repeat"])) != 0, True)[: len(frames)]
+    temporary = paths.table.with_name(f"{paths.table.name}.tmp")
+    rows: list[tuple[int, int, int, float | None, float | None, str]] = []
     try:
-        with open_regular(paths.journal) as journal, _writing(paths.table) as write:
-            rows: list[_Row] = []
-            for offset in places[order[last]].tolist():
+        with (
+            open_regular(paths.journal) as journal,
+            pq.ParquetWriter(
+                temporary,
+                _SCHEMA,
+                compression="zstd",
+                write_page_checksum=True,
+                use_dictionary=["reward_extra"],
+            ) as writer,
+        ):
+            for offset in frames["offset"][is_last].tolist():
                 frame = read_frame(journal, offset)
-                scored = decode_scores(frame.body)
-                rows += [
-                    (frame.index, frame.repeat, at, scored.finished_at, *one)
-                    for at, one in enumerate(scored.trajectories)
-                ]
+                scored = _decoder.decode(frame.body)
+                for number, reward in enumerate(scored.trajectories):
+                    rows.append((frame.index, frame.repeat, number, scored.finished_at, *reward))
                 if len(rows) >= _ROWS:
-                    write(_table(rows))
+                    writer.write_table(_table(rows))
                     rows = []
                 yield RolloutKey(frame.index, frame.repeat), scored
-            write(_table(rows))
+            writer.write_table(_table(rows))
+        commit_file(temporary, paths.table)
+        forget_old_digests(paths.table)
     except OSError as error:
-        raise no_room(paths.table, error) from error
+        raise _no_room(paths.table, error) from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
-def copy_scores(
-    sources: Sequence[ScorePaths],
-    target: ScorePaths,
-    facts: ScoreFacts,
-    index_of: Callable[[int], int | None] = lambda index: index,
-) -> None:
-    """Makes scores of those of several folders, sealed if any of those are; on disk when this returns.
+def _table(rows: Sequence[Sequence[object]]) -> pa.Table:
+    columns = zip(*rows, strict=True) if rows else [()] * len(_SCHEMA)
+    arrays = [to_arrow_column(column, field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=_SCHEMA)
 
-    Args:
-        sources: those to copy, of disjoint rollouts.
-        target: where to; nothing is there.
-        facts: of the copy.
-        index_of: where a prompt row stands there; None leaves it out.
+
+def copy_scores(sources: Sequence[ScorePaths], target: ScorePaths, facts: ScoreFacts) -> None:
+    """Makes scores of those of several folders, of disjoint rollouts, sealed if any of those are; on disk at the end.
+
+    `facts` are those of the copy; nothing is at `target`.
     """
     with target.journal.open("wb") as file:
         file.write(encode_file_header(bytes.fromhex(facts.id)))
         for source in sources:
             found = read_facts(source.facts)
-            if found is None or not source.journal.exists():
-                continue
-            for frame in scan(source.journal, bytes.fromhex(found.id), ScanReport()):
-                if (index := index_of(frame.index)) is not None:
-                    file.write(encode_frame(index, frame.repeat, frame.rows, frame.body))
+            if found is not None and source.journal.exists():
+                for frame in scan(source.journal, bytes.fromhex(found.id), ScanReport()):
+                    file.write(encode_frame(frame.index, frame.repeat, frame.rows, frame.body))
         file.flush()
         os.fdatasync(file.fileno())
     write_facts(target.facts, facts)
     if any(source.table.exists() for source in sources):
         deque(seal_scores(target, facts.id), maxlen=0)
-
-
-_Row = tuple[int, int, int, float | None, float | None, str]
-"""By `_COLUMNS`."""
-
-
-def _table(rows: list[_Row]) -> pa.Table:
-    columns = zip(*rows, strict=True) if rows else [()] * len(_COLUMNS)
-    index, repeat, trajectory, finished_at, reward, extra = columns
-    arrays = [
-        to_arrow(np.array(index, np.int64)),
-        to_arrow(np.array(repeat, np.int32)),
-        to_arrow(np.array(trajectory, np.int32)),
-        to_arrow_floats(finished_at),
-        to_arrow_floats(reward),
-        to_arrow_texts(extra),
-    ]
-    return pa.Table.from_arrays(arrays, schema=_SCHEMA)

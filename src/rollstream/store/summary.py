@@ -8,21 +8,20 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import orjson
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from rollstream.store.export.files import stale_exports
 from rollstream.store.journal import write_file_durably
+from rollstream.store.keys import RunState
 from rollstream.store.lock import is_locked, lock_holder
 from rollstream.store.manifest import Manifest
-from rollstream.store.merge import is_current
+from rollstream.store.merge import Artifact
 from rollstream.store.paths import RunPaths
-from rollstream.store.recovery import RunState, read_checkpoint
-from rollstream.store.run import Run
+from rollstream.store.run import Run, read_checkpoint
 from rollstream.store.scores import score_names
 from rollstream.trajectory import failure_cause
 
@@ -31,6 +30,18 @@ _MOST_RANGES = 1000
 
 _MOST_CAUSES = 100
 """Causes of failures that are told apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCause:
+    """Failures that have a cause in common."""
+
+    count: int
+    example: str
+    """What is said of the first one."""
+    index: int | None = None
+    """Of the first one, as the next."""
+    repeat: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +76,9 @@ class RunStatus:
     damage: list[str]
     quarantined: list[str]
     """Damaged files in `damaged/`."""
-    failure_causes: list["FailureCause"]
+    failure_causes: list[FailureCause]
     """Why rollouts failed, the most frequent cause first."""
-    unscored_causes: list["FailureCause"]
+    unscored_causes: list[FailureCause]
     """Why rollouts that completed have no reward, likewise."""
     scores: str | None
     """Whose rewards these are; None: the run's own."""
@@ -86,39 +97,36 @@ def read_status(root: Path, scores: str | None = None) -> RunStatus:
     Raises `RunDirectoryError`.
     """
     run = Run.open(root, scores)
-    manifest, paths, state = run.manifest, run.paths, run.state()
-    total = read_total(root)
+    paths, state, lock = run.paths, run.state(), root / "run.lock"
+    done, failed, unscored = state.keys.done, state.keys.failed, state.keys.done - state.rewards.scored
+    total, artifact = read_total(root), paths.artifact.exists()
     if total is not None:  # rows that come while it runs may be newer than checkpoint.json
-        total = max(total, state.keys.done + state.keys.failed)
+        total = max(total, done + failed)
+    is_old = artifact and not Artifact(paths, run.manifest.run_id).is_current()
     return RunStatus(
         run_dir=str(root),
-        created=manifest.created,
+        created=run.manifest.created,
         total=total,
-        completed=state.keys.done,
-        failed=state.keys.failed,
-        owed=None if total is None else total - state.keys.done - state.keys.failed,
-        unscored=state.keys.done - state.rewards.scored,
+        completed=done,
+        failed=failed,
+        owed=None if total is None else total - done - failed,
+        unscored=unscored,
         reward_failed=state.rewards.unscored,
         mean_reward=state.rewards.mean,
         rows=state.rows,
         saved_batches=len(state.batches),
         pending_rows=state.journal_rows,
-        artifact=paths.artifact.exists(),
+        artifact=artifact,
         artifact_rows=state.artifact_rows,
-        stale=_stale(paths, manifest),
-        writer=lock_holder(root / "run.lock") if is_locked(root / "run.lock") else None,
+        stale=[paths.artifact.name] * is_old + stale_exports(root),
+        writer=lock_holder(lock) if is_locked(lock) else None,
         damage=state.damage,
         quarantined=[path.name for path in paths.damaged_files()],
-        failure_causes=_causes((1, one.error, one.index, one.repeat) for one in run.failures(state)),
-        unscored_causes=_causes(_unscored(run) if state.keys.done > state.rewards.scored else ()),
+        failure_causes=_causes((record.error, record.index, record.repeat) for record in run.failures(state)),
+        unscored_causes=_causes(_unscored(run) if unscored else ()),
         scores=scores,
         all_scores=score_names(root),
     )
-
-
-def _stale(paths: RunPaths, manifest: Manifest) -> list[str]:
-    artifact = paths.artifact.exists() and not is_current(paths, manifest.run_id)
-    return [paths.artifact.name] * artifact + stale_exports(paths.root)
 
 
 def read_unscored(root: Path, scores: str | None = None) -> Iterator[dict[str, Any]]:
@@ -126,72 +134,44 @@ def read_unscored(root: Path, scores: str | None = None) -> Iterator[dict[str, A
 
     Raises `RunDirectoryError`.
     """
-    for table in _unscored_tables(Run.open(root, scores)):
+    run = Run.open(root, scores)
+    for table in run.unscored(["index", "repeat", "data_source", "reward_extra"]):
         for row in table.to_pylist():
-            cause = _unscored_cause(row["reward_extra"], row["data_source"], scores)
-            yield {name: row[name] for name in ("index", "repeat", "data_source")} | {"cause": cause}
+            yield row | {"cause": _unscored_cause(row.pop("reward_extra"), row["data_source"], scores)}
 
 
-def _unscored_tables(run: Run) -> Iterator[pa.Table]:
-    """The final trajectories without a reward."""
-    for table in run.rows(["index", "repeat", "is_snapshot", "reward", "reward_extra", "data_source"]):
-        yield table.filter(pc.and_(pc.is_null(table["reward"]), pc.invert(table["is_snapshot"])))
-
-
-def _unscored_cause(extra: str, source: str, name: str | None) -> str:
+def _unscored_cause(extra: str, source: str, scores: str | None) -> str:
     error = orjson.loads(extra).get("error")
     if error is not None:
         return str(error)
     missing = f"no reward for data source {source!r}"
-    return missing if name is None else f"not scored by {name!r} yet, or {missing}"
+    return missing if scores is None else f"not scored by {scores!r} yet, or {missing}"
 
 
-def _unscored(run: Run) -> Iterator["_Cause"]:
-    """Why rollouts have no reward: those of which all is said in the same words together."""
-    for table in _unscored_tables(run):
-        # Not `Table.group_by`, which imports pandas: half a second.
-        columns = (table[one].to_pylist() for one in ("reward_extra", "data_source", "index", "repeat"))
-        counts, first = Counter[tuple[str, str]](), dict[tuple[str, str], tuple[int, int]]()
-        for extra, source, index, repeat in zip(*columns, strict=True):
-            counts[extra, source] += 1
-            first.setdefault((extra, source), (index, repeat))
-        for (extra, source), count in counts.items():
-            yield count, _unscored_cause(extra, source, run.scores), *first[extra, source]
+def _unscored(run: Run) -> Iterator[tuple[str, int, int]]:
+    cause_of = lru_cache(_MOST_CAUSES)(_unscored_cause)  # most say the same
+    for table in run.unscored(["reward_extra", "data_source", "index", "repeat"]):
+        for extra, source, *key in zip(*(column.to_pylist() for column in table.columns), strict=True):
+            yield cause_of(extra, source, run.scores), *key
 
 
-@dataclass(frozen=True, slots=True)
-class FailureCause:
-    """Failures that have a cause in common."""
-
-    count: int
-    example: str
-    """What is said of the first one."""
-    index: int | None = None
-    """Of the first one, as the next."""
-    repeat: int | None = None
-
-
-_Cause = tuple[int, str, int, int]
-"""How many, what is said of the first one, its index and repeat."""
-
-
-def _causes(failures: Iterable[_Cause]) -> list[FailureCause]:
-    """What went wrong, by its cause, the most frequent first."""
+def _causes(failures: Iterable[tuple[str, int, int]]) -> list[FailureCause]:
+    """What went wrong (in words, index and repeat) by its cause, the most frequent first."""
     counts: Counter[str] = Counter()
     examples: dict[str, tuple[str, int, int]] = {}
-    for count, said, index, repeat in failures:
-        cause = failure_cause(said)
+    cause_of = lru_cache(_MOST_CAUSES)(failure_cause)
+    for words, index, repeat in failures:
+        cause = cause_of(words)
         if cause not in examples and len(examples) >= _MOST_CAUSES:
             cause = "other"
-        counts[cause] += count
-        examples.setdefault(cause, (said, index, repeat))
+        counts[cause] += 1
+        examples.setdefault(cause, (words, index, repeat))
     return [FailureCause(count, *examples[cause]) for cause, count in counts.most_common()]
 
 
 def write_checkpoint(paths: RunPaths, manifest: Manifest, state: RunState, *, total: int) -> None:
     """Writes `checkpoint.json`."""
     ranges = state.keys.done_ranges()
-    rewards = state.rewards
     content: dict[str, Any] = {
         "run_id": manifest.run_id,
         "updated": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -201,16 +181,15 @@ def write_checkpoint(paths: RunPaths, manifest: Manifest, state: RunState, *, to
         "completed_rows": ranges[:_MOST_RANGES],
         "completed_rows_cut": len(ranges) > _MOST_RANGES,
         "failed": state.keys.failed,
-        "unscored": max(state.keys.done - rewards.scored, 0),
-        "reward_failed": rewards.unscored,
-        "mean_reward": rewards.mean,
+        "unscored": max(state.keys.done - state.rewards.scored, 0),
+        "reward_failed": state.rewards.unscored,
+        "mean_reward": state.rewards.mean,
         "rows": state.rows,
         "saved_batches": [paths.batch(number).name for number in sorted(state.batches)],
         "damaged": [path.name for path in paths.damaged_files()],
     }
-    write_file_durably(
-        paths.root / "checkpoint.json", orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"
-    )
+    written = orjson.dumps(content, option=orjson.OPT_INDENT_2) + b"\n"
+    write_file_durably(paths.root / "checkpoint.json", written)
 
 
 def refresh_checkpoint(root: Path) -> None:
@@ -226,5 +205,6 @@ def status_json(status: RunStatus) -> bytes:
 
 
 def read_total(root: Path) -> int | None:
-    value = read_checkpoint(root).get("total")
-    return value if isinstance(value, int) else None
+    """Rollouts that the run is to have; None before it has counted its dataset."""
+    total = read_checkpoint(root).get("total")
+    return total if isinstance(total, int) else None

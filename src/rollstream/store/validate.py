@@ -10,29 +10,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollstream.errors import DamageError, RunDirectoryError
-from rollstream.store.batch import (
-    KEY_COLUMNS,
-    belongs_to,
-    column_values,
-    file_digest,
-    note_digest,
-    open_parquet,
-    read_tables,
-    recorded_digests,
-    to_arrow,
-)
+from rollstream.store.arrow import column_values, to_arrow
+from rollstream.store.batch import KEY_COLUMNS, file_digest, note_digest, read_tables, recorded_digests
 from rollstream.store.export.files import stale_exports
 from rollstream.store.journal import ScanReport, scan
+from rollstream.store.keys import KeyStates
 from rollstream.store.lock import is_locked, locked
-from rollstream.store.manifest import Manifest, require_manifest
-from rollstream.store.merge import is_current, is_merged
+from rollstream.store.manifest import require_manifest
+from rollstream.store.merge import Artifact
 from rollstream.store.paths import RunPaths, missing_batches
 from rollstream.store.records import RecordCodec, RolloutRecord
-from rollstream.store.recovery import RunState, lost_rollouts, promised_rollouts, quarantine_batch, recover
+from rollstream.store.recovery import quarantine_batch, recover
+from rollstream.store.run import lost_rollouts, promised_rollouts
 from rollstream.store.scores import score_folder
 from rollstream.store.summary import refresh_checkpoint
 
-NO_CHECKSUM = "has no checksum"
+_NO_CHECKSUM = "has no checksum"
+
+Keys = npt.NDArray[np.int64]
+"""Shape (rows, 3): index, repeat, trajectory."""
 
 
 @dataclass(slots=True)
@@ -54,50 +50,45 @@ class Validation:
         return not self.problems
 
 
-Keys = npt.NDArray[np.int64]
-"""Shape (rows, 3): index, repeat, trajectory."""
-
-
 def validate_run(root: Path) -> Validation:
     """Checks every checksum, schema, length and key of a run directory, in bounded memory for tokens.
 
     Raises:
         RunDirectoryError: it is no run directory.
     """
-    manifest = require_manifest(root)
-    paths = RunPaths(root)
+    manifest, paths = require_manifest(root), RunPaths(root)
     result, promised = Validation(), promised_rollouts(root)
     if is_locked(root / "run.lock"):
         promised = 0
         result.notes.append("a run is writing here right now; what it commits meanwhile is not looked at")
-    batches = paths.batch_numbers()
-    digests = recorded_digests(paths.batch(0))
-    parts = [validate_parquet(paths.batch(number), manifest.run_id, digests, result) for number in batches]
+    batches, digests = paths.batch_numbers(), recorded_digests(paths.batch(0))
+    parts = [_validate_file(paths.batch(number), manifest.run_id, digests, result) for number in batches]
     sealed = _join([keys for keys in parts if keys is not None])
     result.batches = sum(keys is not None for keys in parts)
-    numbers = [number for number in paths.journal_numbers() if number not in batches]
-    result.journals = len(numbers)
-    journals = [_validate_journal(paths.journal(number), manifest.run_id_bytes, result) for number in numbers]
+    journals = [paths.journal(number) for number in paths.journal_numbers() if number not in batches]
+    result.journals = len(journals)
+    keys = _join([sealed, *(_validate_journal(path, manifest.run_id_bytes, result) for path in journals)])
     for path in paths.failure_files():
         _validate_journal(path, manifest.run_id_bytes, result)
-    keys = _join([sealed, *journals])
     for scores in sorted(score_folder(root).glob("*.parquet")):
         if file_digest(scores) not in recorded_digests(scores).get(scores.name, ()):
             result.problems.append(
                 f"scores/{scores.name} does not match its checksum; `rollstream score` makes it anew"
             )
-    missing = missing_batches(paths)
+    missing = {*missing_batches(paths)}
     if paths.artifact.exists():
-        merged = validate_parquet(paths.artifact, manifest.run_id, recorded_digests(paths.artifact), result)
+        digests = recorded_digests(paths.artifact)
+        merged = _validate_file(paths.artifact, manifest.run_id, digests, result)
         if merged is not None:
-            keys = _compare_artifact(paths, manifest, merged, sealed, keys, result)
-            missing = [name for name in missing if not is_merged(paths, manifest.run_id, name)]
-    result.problems.extend(f"batches/{name} is missing" for name in missing)
+            artifact = Artifact(paths, manifest.run_id)
+            keys = _compare_artifact(artifact, manifest.n, merged, sealed, keys, result)
+            missing -= artifact.holds(missing)
+    result.problems += [f"batches/{paths.batch(number).name} is missing" for number in sorted(missing)]
     result.rows = len(keys)
     _validate_keys(keys, manifest.n, result)
     result.problems += lost_rollouts(promised, result.rollouts)
-    result.notes.extend(f"{name} is of an earlier artifact; export it again" for name in stale_exports(root))
-    result.notes.extend(f"damaged/{path.name} was quarantined" for path in paths.damaged_files())
+    result.notes += [f"{name} is of an earlier artifact; export it again" for name in stale_exports(root)]
+    result.notes += [f"damaged/{path.name} was quarantined" for path in paths.damaged_files()]
     return result
 
 
@@ -105,33 +96,27 @@ def _join(parts: list[Keys]) -> Keys:
     return np.concatenate([np.zeros((0, 3), np.int64), *parts])
 
 
-def validate_parquet(
+def _validate_file(
     path: Path, run_id: str, digests: Mapping[str, set[str]], result: Validation
 ) -> Keys | None:
-    """Its keys; None when its rows cannot be read. What is wrong goes into `result`, in one line."""
+    """The keys of a batch or artifact; None when it cannot be read. What is wrong goes into `result`, in one line."""
     name = path.relative_to(path.parents[1] if path.parent.name == "batches" else path.parent)
-    wanted = digests.get(path.name)
-    keys: list[Keys] = []
-    wrong: list[str] = []
-    if wanted is None:
-        wrong.append(NO_CHECKSUM)
-    elif file_digest(path) not in wanted:
+    known = digests.get(path.name)
+    keys, wrong = list[Keys](), list[str]()
+    if known is None:
+        wrong.append(_NO_CHECKSUM)
+    elif file_digest(path) not in known:
         wrong.append("does not match its checksum")
     try:
-        with open_parquet(path) as file:
-            if not belongs_to(file, run_id):
-                wrong.append("belongs to another run")
-        for table in read_tables(path):
-            keys.append(
-                np.stack([column_values(table[column]).astype(np.int64) for column in KEY_COLUMNS], 1)
-            )
-            wrong.extend(_row_problems(table))
+        for table in read_tables(path, run_id=run_id):
+            keys.append(np.stack([column_values(table[key]).astype(np.int64) for key in KEY_COLUMNS], 1))
+            wrong += _row_problems(table)
     except (DamageError, RunDirectoryError) as error:
         wrong.append(str(error).partition(": ")[2] or str(error))
         result.problems.append(f"{name} is damaged: {'; '.join(dict.fromkeys(wrong))}")
         return None
     joined = _join(keys)
-    if len(joined) > 1 and not (np.lexsort(joined.T[::-1]) == np.arange(len(joined))).all():
+    if (np.lexsort(joined.T[::-1]) != np.arange(len(joined))).any():
         wrong.append("is not sorted by key")
     if wrong:
         result.problems.append(f"{name}: {'; '.join(dict.fromkeys(wrong))}")
@@ -140,14 +125,12 @@ def validate_parquet(
 
 def _row_problems(table: pa.Table) -> Iterator[str]:
     """Rows that break R1's shape: one mask value and one log-prob per response id."""
-    ids, mask, logprobs = (table[f"response_{part}"].combine_chunks() for part in ("ids", "mask", "logprobs"))
-    if not pc.all(pc.equal(pc.list_value_length(ids), pc.list_value_length(mask))).as_py():
-        yield "response_ids and response_mask differ in length"
-    equal = pc.equal(pc.list_value_length(ids), pc.list_value_length(logprobs))
-    if not pc.all(equal, skip_nulls=True).as_py() and len(equal.drop_null()):
-        yield "response_ids and response_logprobs differ in length"
-    values = mask.flatten()
-    if len(values) and not pc.all(pc.is_in(values, value_set=to_arrow(np.array([0, 1], np.int8)))).as_py():
+    lengths = {name: pc.list_value_length(table[f"response_{name}"]) for name in ("ids", "mask", "logprobs")}
+    for name in ("mask", "logprobs"):
+        if pc.any(pc.not_equal(lengths["ids"], lengths[name])).as_py():
+            yield f"response_ids and response_{name} differ in length"
+    values = pc.list_flatten(table["response_mask"])
+    if pc.any(pc.invert(pc.is_in(values, value_set=to_arrow(np.array([0, 1], np.int8))))).as_py():
         yield "response_mask holds something else than 0 and 1"
 
 
@@ -161,18 +144,17 @@ def repair_run(root: Path) -> list[str]:
     Raises:
         RunDirectoryError: it is no run directory, or a run is writing there.
     """
-    manifest = require_manifest(root)
-    paths = RunPaths(root)
+    manifest, paths = require_manifest(root), RunPaths(root)
     done: list[str] = []
 
-    def repair(path: Path, state: RunState | None) -> None:
+    def repair(path: Path, keys: KeyStates | None) -> None:
         result = Validation()
-        validate_parquet(path, manifest.run_id, recorded_digests(path), result)
-        if result.problems and result.problems[0].endswith(f": {NO_CHECKSUM}"):
+        _validate_file(path, manifest.run_id, recorded_digests(path), result)
+        if result.problems and result.problems[0].endswith(f": {_NO_CHECKSUM}"):
             note_digest(path)
             done.append(f"{path.name}: noted its checksum")
         elif result.problems:
-            kept, rows = quarantine_batch(paths, manifest, path, state)
+            kept, rows = quarantine_batch(paths, manifest, path, keys)
             done.append(f"{result.problems[0]}; moved to {kept}, {rows} trajectories taken from it")
 
     with locked(root):
@@ -180,7 +162,7 @@ def repair_run(root: Path) -> list[str]:
             repair(paths.batch(number), None)
         state = recover(paths, manifest)
         if paths.artifact.exists():
-            repair(paths.artifact, state)
+            repair(paths.artifact, state.keys)
         refresh_checkpoint(root)
     return done + state.damage + state.restored
 
@@ -199,7 +181,7 @@ def _validate_journal(path: Path, run_id: bytes, result: Validation) -> Keys:
         if (record.index, record.repeat, rows) != (frame.index, frame.repeat, frame.rows):
             result.problems.append(f"{name}: frame at offset {frame.offset} has another key inside")
         keys += [(frame.index, frame.repeat, number) for number in range(frame.rows)]
-    result.problems.extend(f"{path.parent.name}/{damage}" for damage in report.damage)
+    result.problems += [f"{path.parent.name}/{damage}" for damage in report.damage]
     if report.torn:
         result.notes.append(
             f"{name} ends in an unfinished frame ({report.torn} bytes), as after a crash; the next run cuts it"
@@ -208,30 +190,28 @@ def _validate_journal(path: Path, run_id: bytes, result: Validation) -> Keys:
 
 
 def _validate_keys(keys: Keys, n: int, result: Validation) -> None:
-    order = np.lexsort(keys.T[::-1])
-    ordered = keys[order]
-    if len(ordered) == 0:
+    ordered = keys[np.lexsort(keys.T[::-1])]
+    if not len(ordered):
         return
-    same = (np.diff(ordered, axis=0) == 0).all(axis=1)
-    for key in ordered[1:][same][:5]:
-        result.problems.append(f"key {tuple(int(part) for part in key)} stands in two places")
+    steps = np.diff(ordered, axis=0) != 0
+    same = ~steps.any(axis=1)
+    for key in ordered[1:][same][:5].tolist():
+        result.problems.append(f"key {tuple(key)} stands in two places")
     if same.sum() > 5:
         result.problems.append(f"... {int(same.sum()) - 5} more keys stand in two places")
-    if (keys[:, 0] < 0).any() or (keys[:, 1] < 0).any() or (keys[:, 1] >= n).any():
+    if (keys[:, :2] < 0).any() or (keys[:, 1] >= n).any():
         result.problems.append(f"keys are out of range (n is {n})")
-    first = np.ones(len(ordered), bool)
-    first[1:] = (np.diff(ordered[:, :2], axis=0) != 0).any(axis=1)
+    first = np.append(True, steps[:, :2].any(axis=1))
     result.rollouts = int(first.sum())
     starts = np.maximum.accumulate(np.where(first, np.arange(len(ordered)), 0))
-    if not same.any() and not (ordered[:, 2] == np.arange(len(ordered)) - starts).all():
+    if not same.any() and (ordered[:, 2] != np.arange(len(ordered)) - starts).any():
         result.problems.append("a rollout lacks one of its trajectories")
 
 
 def _compare_artifact(
-    paths: RunPaths, manifest: Manifest, merged: Keys, sealed: Keys, keys: Keys, result: Validation
+    artifact: Artifact, n: int, merged: Keys, sealed: Keys, keys: Keys, result: Validation
 ) -> Keys:
     """`keys` and those that the artifact alone holds."""
-    n = manifest.n
     result.artifact_rows = len(merged)
     alone = merged[~_rows_in(merged, keys, n)]
     if len(alone):
@@ -239,7 +219,7 @@ def _compare_artifact(
             f"{len(alone)} trajectories stand in trajectories.parquet alone: their batches are gone or "
             "damaged, and the run's next command takes them from it"
         )
-    if not is_current(paths, manifest.run_id):
+    if not artifact.is_current():
         result.notes.append(
             "trajectories.parquet is older than the batches, or has other rewards than those that count now; "
             "the run's next command merges them again"
@@ -251,5 +231,5 @@ def _compare_artifact(
 
 def _rows_in(rows: Keys, others: Keys, n: int) -> npt.NDArray[np.bool_]:
     """Which of `rows` are among `others`. Shape (rows,)."""
-    one, other = (((keys[:, 0] * n + keys[:, 1]) << 20) + keys[:, 2] for keys in (rows, others))
+    one, other = (((part[:, 0] * n + part[:, 1]) << 20) + part[:, 2] for part in (rows, others))
     return np.isin(one, other)

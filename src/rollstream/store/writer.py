@@ -116,13 +116,12 @@ class StoreWriter:
         """
         state = self._run.state
         if state.open_journal is not None:
-            path = self._paths.journal(state.open_journal)
+            self._journal_number, end, self.journal_rows, self._journal_bytes = state.open_journal
+            path = self._paths.journal(self._journal_number)
             try:
-                self._journal = JournalFile(path, self._run_id, resume_at=state.open_end)
+                self._journal = JournalFile(path, self._run_id, resume_at=end)
             except OSError as error:
                 raise StorageError(f"cannot write {path}: {error.strerror}") from error
-            self._journal_number = state.open_journal
-            self.journal_rows, self._journal_bytes = state.journal_rows, state.journal_bytes
         self._failed = asyncio.get_running_loop().create_future()
         for number in state.unsealed:
             self._seal_soon(number)
@@ -289,32 +288,22 @@ class StoreWriter:
     # -- in the thread that writes
 
     def _write_group(self, group: list[_Pending]) -> None:
-        rollouts = [one for one in group if isinstance(one.record, EncodedRollout)]
-        failures = [one for one in group if isinstance(one.record, Failure)]
+        rollouts = [pending.frame for pending in group if isinstance(pending.record, EncodedRollout)]
+        failures = [pending.frame for pending in group if isinstance(pending.record, Failure)]
         if rollouts:
-            self._append(self._open_journal(), rollouts)
+            self._open_journal().append_durably(b"".join(rollouts))
         if failures:
-            self._append(self._open_failure_journal(), failures)
+            self._open_failure_journal().append_durably(b"".join(failures))
         state = self._run.state
-        for pending in group:
-            record = pending.record
-            if isinstance(record, EncodedRollout):
-                if state.keys.mark_done(record.index, record.repeat):
-                    state.rewards.add(record.reward, record.scoring_failed)
-                state.rows += record.rows
-                self.journal_rows += record.rows
-                self._journal_bytes += record.raw_bytes
-            else:
+        for record in (pending.record for pending in group):
+            if isinstance(record, Failure):
                 state.keys.mark_failed(record.index, record.repeat)
-
-    @staticmethod
-    def _append(journal: JournalFile, group: list[_Pending]) -> None:
-        try:
-            journal.append(b"".join(pending.frame for pending in group))
-            journal.sync()
-        except BaseException:
-            journal.rollback()
-            raise
+                continue
+            if state.keys.mark_done(record.index, record.repeat):
+                state.rewards.add(record.reward, record.scoring_failed)
+            state.rows += record.rows
+            self.journal_rows += record.rows
+            self._journal_bytes += record.raw_bytes
 
     def _open_journal(self) -> JournalFile:
         if self._journal is None:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollstream.errors import RollstreamError
-from rollstream.store.batch import to_arrow, to_arrow_texts
+from rollstream.store.arrow import to_arrow, to_arrow_texts
 from rollstream.store.columns import Array, RunColumns
 
 _TOKEN: Final = re.compile(

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from rollstream.evaluate.metrics import SOLVED_AT, SUMS_MAY_OVERFLOW, mean_of_sums
-from rollstream.store.batch import to_arrow
+from rollstream.store.arrow import to_arrow
 from rollstream.store.columns import Array, RunColumns
 from rollstream.store.records import FailureRecord
 from rollstream.trajectory import failure_cause

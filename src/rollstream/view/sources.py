@@ -23,8 +23,7 @@ from rollstream.evaluate.metrics import SOLVED_AT
 from rollstream.store.columns import RunColumns
 from rollstream.store.lock import is_locked
 from rollstream.store.manifest import Manifest, read_manifest, shard_group
-from rollstream.store.recovery import read_checkpoint
-from rollstream.store.run import Run
+from rollstream.store.run import Run, read_checkpoint
 from rollstream.store.scores import score_names
 from rollstream.untrusted import open_regular, read_regular
 from rollstream.view.overview import Groups, group_figures, mean_interval

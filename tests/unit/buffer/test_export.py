@@ -183,12 +183,6 @@ def test_eval_counts_failed_items_and_pairs_buffers_by_prompt(
     assert compared["comparisons"][0]["prompts"] == 3 and compared["runs"][1]["failed"] == 0
 
 
-def test_other_commands_name_those_of_a_buffer(server: BufferProcess, capsys: Capture) -> None:
-    for command in ("show", "status", "validate"):
-        assert main([command, str(server.folder)]) == 2
-        assert "rollstream buffer show" in capsys.readouterr().err
-
-
 def test_an_ended_server_a_full_archive_and_a_damaged_item(tmp_path: Path, capsys: Capture) -> None:
     with serve_buffer(tmp_path / "b", "--group-size", "2", "--archive-bytes", "0") as server:
         assert server.post("/v1/items", {"items": [*group("a"), *group("b", (0, 1))]})[0] == 200

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
-from rollstream.store.batch import RECORDED
 from rollstream.store.columns import RunColumns
 from rollstream.store.merge import merge_batches
 from rollstream.store.run import Run
@@ -100,17 +98,3 @@ def test_a_snapshot_stays_as_it_is(tmp_path: Path) -> None:
             assert not columns.refresh()
 
     asyncio.run(both())
-
-
-def test_files_without_counts_are_counted_when_they_are_read(tmp_path: Path) -> None:
-    root = write_run(tmp_path / "run", [agent_rollout(at, 0, snapshots=at % 2) for at in range(4)], prompts=4)
-    counted = table(columns_of(root))
-    path = next((root / "batches").glob("*.parquet"))
-    old = pq.read_table(path).select(RECORDED.names)
-    metadata = {**old.schema.metadata, b"rollstream.format": b"rollstream.batch/2"}
-    pq.write_table(old.cast(RECORDED).replace_schema_metadata(metadata), path)
-    columns = columns_of(root)
-    assert not columns.damage
-    assert table(columns) == counted
-    assert columns.values("finished_at", np.array([0])) == [None]
-    assert reader.trajectory(columns, 0)["response_tokens"] == counted[0][7]

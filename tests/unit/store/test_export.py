@@ -4,18 +4,16 @@ import os
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pytest
 
 from rollstream import plugins
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
-from rollstream.store.batch import seal_journal
 from rollstream.store.export.files import read_rows
 from rollstream.store.export.format import file_name
 from rollstream.store.export.run import export_run
-from rollstream.store.lock import RunLock, locked
+from rollstream.store.lock import RunLock
 from rollstream.store.manifest import read_manifest
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
@@ -155,7 +153,7 @@ async def test_a_full_disk_leaves_what_was_there_and_a_kill_leaves_nothing_for_g
 
 
 async def test_without_anything_done(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match=r"it is empty"):
+    with pytest.raises(RunDirectoryError, match=r"no run\.json"):
         export_run(tmp_path, "jsonl")
     open_dir(tmp_path / "empty").close()
     with pytest.raises(RunDirectoryError, match="no finished rollout"):
@@ -186,33 +184,6 @@ async def test_a_run_that_is_written_or_read_only_is_exported_elsewhere(
     assert content(run) == before
     assert (tmp_path / "x").read_bytes() == (tmp_path / "before").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "run", "x"]
-
-
-async def test_a_journal_that_is_sealed_meanwhile_is_read_as_a_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, lock = await unfinished(tmp_path / "run"), RunLock(tmp_path / "run" / "run.lock")
-    sealed: list[Path] = []
-
-    def by_the_writer(journal: Path, batch: Path, *given: Any) -> None:
-        seal_journal(journal, run / "batches" / batch.name, *given)
-        journal.unlink()
-        sealed.append(journal)
-        raise FileNotFoundError(journal)
-
-    def once_more(*given: Any) -> Any:
-        with locked(run):  # an export elsewhere keeps no run from going on
-            return seal_journal(*given)
-
-    monkeypatch.setattr("rollstream.store.export.run.seal_journal", once_more)
-    assert export_run(run, "jsonl", tmp_path / "idle").rows == 4
-    monkeypatch.setattr("rollstream.store.export.run.seal_journal", by_the_writer)
-    lock.acquire()
-    try:
-        assert export_run(run, "jsonl", tmp_path / "x").rows == 4
-    finally:
-        lock.release()
-    assert sealed
 
 
 async def test_an_export_says_of_what_it_was_made_and_when_it_is_older(tmp_path: Path) -> None:

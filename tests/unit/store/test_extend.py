@@ -7,9 +7,8 @@ import msgspec
 import pytest
 
 from rollstream.errors import IdentityMismatchError
-from rollstream.store.extend import extend_run
 from rollstream.store.manifest import DATASET_IDENTITY, require_manifest
-from rollstream.store.run_dir import lock_run
+from rollstream.store.run_dir import extend_run, lock_run
 from tests.unit.store.fabric import commit_all, failure, keys_on_disk, manifest, rollout
 
 ROWS = f"{DATASET_IDENTITY}.fingerprint"

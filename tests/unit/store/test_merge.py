@@ -2,10 +2,9 @@
 
 import random
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.store import merge
-from rollstream.store.batch import DamagedFileError, batch_metadata, build_table, write_table_durably
+from rollstream.store.batch import DamagedFileError, batch_metadata, build_table, write_tables_durably
 from rollstream.store.merge import merge_batches
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
@@ -29,7 +28,7 @@ codec = RecordCodec()
 def write_batch(root: Path, number: int, rollouts: list[Rollout]) -> None:
     (root / "batches").mkdir(exist_ok=True)
     table = build_table([codec.decode_rollout(codec.encode(one).body) for one in rollouts])
-    write_table_durably(RunPaths(root).batch(number), table, batch_metadata(RUN_ID))
+    write_tables_durably(RunPaths(root).batch(number), [table], batch_metadata(RUN_ID))
 
 
 @settings(deadline=None, max_examples=25)
@@ -68,14 +67,18 @@ def test_long_rows_do_not_make_large_buckets(tmp_path: Path, monkeypatch: pytest
     for number in range(6):
         write_batch(tmp_path, number, rows[number * 50 : number * 50 + 50])
     largest = 0
-    take = merge._take
+    write = merge.write_tables_durably
 
-    def measured(table: pa.Table, order: npt.NDArray[np.int64]) -> pa.Table:
-        nonlocal largest
-        largest = max(largest, table.nbytes)
-        return take(table, order)
+    def measured(path: Path, tables: Iterable[pa.Table], metadata: dict[str, str]) -> int:
+        def all_tables() -> Iterator[pa.Table]:
+            nonlocal largest
+            for table in tables:
+                largest = max(largest, table.nbytes)
+                yield table
 
-    monkeypatch.setattr(merge, "_take", measured)
+        return write(path, all_tables(), metadata)
+
+    monkeypatch.setattr(merge, "write_tables_durably", measured)
     assert merge_batches(RunPaths(tmp_path), RUN_ID, bucket_bytes=50_000) == 300
     assert keys_in(tmp_path / "trajectories.parquet") == [(index, 0, 0) for index in range(300)]
     assert largest <= 2 * 50_000

@@ -105,8 +105,8 @@ def write_scores(run: Run, name: str, rewards: dict[Key, float]) -> None:
             finished[key] = (row["finished_at"], finished.get(key, (None, 0))[1] + 1)
     for key, reward in rewards.items():
         at, count = finished[key]
-        journal.append(encode_frame(*key, count, encode_scores(ScoredRollout(at, [(reward, "{}")] * count))))
-    journal.sync()
+        scored = encode_scores(ScoredRollout(at, [(reward, "{}")] * count))
+        journal.append_durably(encode_frame(*key, count, scored))
     journal.close()
     write_facts(paths.facts, facts)
     deque(seal_scores(paths, facts.id), maxlen=0)

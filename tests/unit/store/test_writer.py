@@ -231,7 +231,7 @@ async def test_a_run_that_holds_nothing_gives_way(tmp_path: Path) -> None:
         open_dir(tmp_path, **{"engine": "mistyped"})
 
 
-@pytest.mark.parametrize("where", ["append", "mark_done"])
+@pytest.mark.parametrize("where", ["append_durably", "mark_done"])
 async def test_an_unforeseen_error_in_the_writer_thread_reaches_everyone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -240,7 +240,7 @@ async def test_an_unforeseen_error_in_the_writer_thread_reaches_everyone(
 
     with writing(tmp_path, save_batch_size=10, pull_timeout=float("inf")) as (run, writer):
         await writer.commit(rollout(0))
-        target = {"append": JournalFile, "mark_done": type(run.state.keys)}[where]
+        target = {"append_durably": JournalFile, "mark_done": type(run.state.keys)}[where]
         monkeypatch.setattr(target, where, fail)
         async with asyncio.timeout(PATIENCE_S):
             results = await asyncio.gather(
@@ -281,7 +281,7 @@ async def test_a_seal_that_fails_is_never_passed_over(
         with open_dir(tmp_path) as run:
             writer = StoreWriter(run, save_batch_size=4, pull_timeout=60)
             with monkeypatch.context() as patch:
-                patch.setattr("rollstream.store.batch.write_table_durably", full)
+                patch.setattr("rollstream.store.batch.write_tables_durably", full)
                 writer.start()
                 with pytest.raises(StorageError, match="No space left"):
                     await writer.close()

@@ -17,16 +17,16 @@ from types import MappingProxyType
 from typing import Any
 
 from rollstream.errors import ConfigError, DamageError, RunDirectoryError, StorageError
-from rollstream.store.batch import require_intact, seal_journal
+from rollstream.store.batch import SCHEMA, batch_metadata, require_intact, write_tables_durably
 from rollstream.store.export.dataproto import ImageInputs, dataproto_files
 from rollstream.store.export.files import note_export
 from rollstream.store.export.format import ExportCall, export_format, file_name
 from rollstream.store.lock import locked
-from rollstream.store.manifest import Manifest, require_manifest
-from rollstream.store.merge import is_current, merge_batches
+from rollstream.store.manifest import Manifest
+from rollstream.store.merge import Artifact, merge_batches
 from rollstream.store.paths import RunPaths
 from rollstream.store.recovery import recover
-from rollstream.store.scores import Rewards
+from rollstream.store.run import Run
 from rollstream.store.summary import RunStatus, read_status
 
 
@@ -82,8 +82,7 @@ def export_run(
         DamageError: a batch or journal is damaged.
         StorageError: the disk is full.
     """
-    manifest = require_manifest(root)
-    own = root / file_name(name)
+    run, own = Run.open(root, scores), root / file_name(name)
     target = output or own
     in_run = target.resolve() == own.resolve()
     if scores is not None and in_run:
@@ -98,16 +97,14 @@ def export_run(
         damage = [line for line in status.damage if not line.startswith("failed/")]
         if damage:
             raise DamageError(
-                f"{root}: {damage[0]}. The same `rollstream generate` takes its rollouts from whatever intact "
-                "copy there is, and generates the others again"
+                f"{root}: {damage[0]}. Its `rollstream generate` takes it from an intact copy, or again"
             )
         if not status.rows:
             raise RunDirectoryError(f"{root} holds no finished rollout yet")
-        paths, finished = RunPaths(root), status.finished
-        if finished and is_ours:
+        if status.finished and is_ours:
             if status.artifact_rows:
-                recover(paths, manifest)
-            merge_batches(paths, manifest.run_id_bytes)
+                recover(run.paths, run.manifest)
+            merge_batches(run.paths, run.manifest.run_id_bytes)
         elif in_run:
             total = "?" if status.total is None else status.total
             raise RunDirectoryError(
@@ -116,11 +113,13 @@ def export_run(
             )
         else:
             lock.close()  # what is done so far can be read while the run goes on
-        artifact = paths.artifact
-        is_usable = finished and scores is None and is_current(paths, manifest.run_id)
+        artifact = run.paths.artifact
+        is_usable = (
+            status.finished and scores is None and Artifact(run.paths, run.manifest.run_id).is_current()
+        )
         if not is_usable or not (is_ours or _is_intact(artifact)):
-            artifact = stack.enter_context(_merged_copy(paths, manifest, target, status, scores))
-        rows = write_export(artifact, name, target, manifest, root=root, options=options, images=images)
+            artifact = stack.enter_context(_merged_copy(run, target))
+        rows = write_export(artifact, name, target, run.manifest, root=root, options=options, images=images)
         return Export(target, rows, status)
 
 
@@ -168,39 +167,24 @@ def check_output(root: Path, target: Path, own: Path, name: str, *, force: bool)
 
 
 @contextmanager
-def _merged_copy(
-    paths: RunPaths, manifest: Manifest, target: Path, status: RunStatus, scores: str | None
-) -> Iterator[Path]:
+def _merged_copy(run: Run, target: Path) -> Iterator[Path]:
     """An artifact of what is done so far, in a temporary folder on the disk of `target`."""
     try:
         folder = tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.resolve().parent)
     except OSError as error:
         raise StorageError(f"cannot write beside {target}: {error.strerror}") from error
-    copy = RunPaths(Path(folder))
+    copy, run_id = RunPaths(Path(folder)), run.manifest.run_id_bytes
     try:
-        try:
-            copy.batches.mkdir()
-            # Journals are listed first: one that is sealed and deleted meanwhile is a batch afterwards.
-            journals = paths.journal_numbers()
-            for number in sorted({*journals, *paths.batch_numbers()}):
-                if not paths.batch(number).exists():  # else a journal that is there, too, is to be deleted
-                    try:
-                        seal_journal(
-                            paths.journal(number),
-                            copy.batch(number),
-                            manifest.run_id_bytes,
-                            manifest.logprobs,
-                        )
-                        continue
-                    except FileNotFoundError:
-                        copy.batch(number).unlink(missing_ok=True)
-                copy.batch(number).symlink_to(paths.batch(number).resolve(strict=True))
-            if status.artifact_rows:  # the last one: of a key in two batches the first counts
-                copy.batch(paths.next_number()).symlink_to(paths.artifact.resolve())
-        except OSError as error:
-            raise StorageError(f"cannot write beside {target}: {error.strerror}") from error
-        merge_batches(copy, manifest.run_id_bytes, rewards=Rewards(paths.root, scores))
+        copy.batches.mkdir()
+        write_tables_durably(
+            copy.batch(0), run.rows(SCHEMA.names), batch_metadata(run_id, run.manifest.logprobs)
+        )
+        if run.damage:
+            raise DamageError(f"{run.root}: {run.damage[0]}")
+        merge_batches(copy, run_id)
         yield copy.artifact
+    except OSError as error:
+        raise StorageError(f"cannot write beside {target}: {error.strerror}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -241,12 +225,7 @@ def write_export(
     rows = export_format(name).write(call)
     if name == "parquet":
         return rows
-    note_export(
-        artifact,
-        *_written(target),
-        rows=rows,
-        options=dict(options),
-    )
+    note_export(artifact, *_written(target), rows=rows, options=dict(options))
     return rows
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from rollstream.store.batch import batch_metadata, build_table, write_table_durably
+from rollstream.store.batch import batch_metadata, build_table, write_tables_durably
 from rollstream.store.records import RecordCodec
 from rollstream.trajectory import LogprobKind, Metrics, Rollout, Trajectory
 
@@ -14,7 +14,7 @@ from rollstream.trajectory import LogprobKind, Metrics, Rollout, Trajectory
 def write_artifact(path: Path, rollouts: Sequence[Rollout], *, logprobs: LogprobKind | None = None) -> Path:
     codec = RecordCodec()
     records = [codec.decode_rollout(codec.encode(one).body) for one in rollouts]
-    write_table_durably(path, build_table(records), batch_metadata(bytes(16), logprobs))
+    write_tables_durably(path, [build_table(records)], batch_metadata(bytes(16), logprobs))
     return path
 
 
