@@ -15,7 +15,6 @@ from rollstream.engine.openai import OpenAIEngine
 from rollstream.testing.stub_chat import ChatFault, ChatStub
 from rollstream.trajectory import Message, PromptRow, SamplingParams, Trajectory
 from tests.unit.agent.rollouts import (
-    call_text,
     completed,
     contents,
     demo_tokenizer,
@@ -131,36 +130,6 @@ async def test_arguments_that_cannot_be_read_are_told_to_the_model(tmp_path: Pat
     assert orjson.loads(sent["function"]["arguments"]) == {"unreadable": arguments}
 
 
-async def test_many_calls_with_odd_ids(tmp_path: Path) -> None:
-    first = calling({"a": 1, "b": 2}, call_id="same")
-    first["tool_calls"] += calling({"a": 3, "b": 4}, call_id="same")["tool_calls"]
-    async with opened(functions(tmp_path, ADD)) as tools:
-        result, stub = await play(first, "done", tools=tools)
-    assert contents(completed(result).final) == ["3", "7"]
-    sent = stub.requests[1]["messages"]
-    ids = [call["id"] for call in sent[1]["tool_calls"]]
-    assert len(set(ids)) == 2
-    assert [message["tool_call_id"] for message in sent[2:]] == ids
-
-
-async def test_tools_that_only_the_prompt_describes(tmp_path: Path) -> None:
-    async with opened(functions(tmp_path, ADD)) as tools:
-        text = f"I add.\n{call_text('add', a=3, b=9)}"
-        result, stub = await play(text, "12", tools=tools, show_tools=False)
-    final = completed(result).final
-    assert contents(final) == ["12"]
-    assert "tools" not in stub.requests[0]
-    assert text in by_mask(final, 1)
-
-
-async def test_text_that_looks_like_a_call_is_text_where_tools_are_structured(tmp_path: Path) -> None:
-    async with opened(functions(tmp_path, ADD)) as tools:
-        result, _ = await play(call_text("add", a=3, b=9), tools=tools)
-    final = completed(result).final
-    assert final.metrics.tool_calls == 0
-    assert final.messages[-1]["content"] == call_text("add", a=3, b=9)
-
-
 async def test_a_length_is_kept_also_where_the_endpoint_counts_otherwise() -> None:
     result, stub = await play("twelve " * 200, loop="single_turn_agent", response_length=20)
     final = completed(result).final
@@ -170,23 +139,6 @@ async def test_a_length_is_kept_also_where_the_endpoint_counts_otherwise() -> No
     result, _ = await play("12", loop="single_turn_agent", faults=[cut])
     final = completed(result).final
     assert (by_mask(final, 1), final.finish_reason) == ("12", "length")  # no end of turn: there was none
-
-
-async def test_a_context_is_edited_in_the_messages_too() -> None:
-    delete = calling({"msg_id": 1})
-    delete["tool_calls"][0]["function"]["name"] = "deleteContext"
-    note = calling({"key": "k", "content": "v"})
-    note["tool_calls"][0]["function"]["name"] = "note"
-    result, stub = await play(note, delete, "12", loop="context_agent")
-    trajectories = completed(result).trajectories
-    assert [one.is_snapshot for one in trajectories] == [True, False]
-    assert all(one.extra["token_exact"] is False for one in trajectories)
-    last = stub.requests[-1]["messages"]
-    assert last[1]["content"] == "[msg_id: 1] [deleted]"
-    assert orjson.loads(last[1]["tool_calls"][0]["function"]["arguments"]) == {}
-    final = trajectories[-1]
-    assert "[deleted]" in demo_tokenizer().decode(final.prompt_ids)
-    assert by_mask(final, 1) == "12<|im_end|>"
 
 
 class Careless(AgentLoop):

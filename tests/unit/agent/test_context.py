@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.agent.base import TurnLimits
-from rollstream.agent.context import NAMES, SCHEMAS, ContextAgent, Notes, Refused
+from rollstream.agent.context import SCHEMAS, ContextAgent, Notes, Refused
 from rollstream.agent.interactions import Interaction, Interactions
 from rollstream.agent.registry import AgentLoops, LoopEntry
 from rollstream.chat.tool_schema import schema_digest
@@ -134,23 +134,6 @@ async def test_a_deletion_ends_a_trajectory_and_the_next_one_begins_with_a_stub(
     )
 
 
-async def test_a_row_that_was_rendered_as_it_is_before_is_rendered_anew_with_its_ids() -> None:
-    """A run tries its first rows before anything is generated, and another loop may have the row as it is."""
-    engine = await started(says("12"))
-    given, row = resources(engine), make_row()
-    plain = given.prompts.render(row.messages, prompt_key=row.prompt_key, tools=SCHEMAS)
-    worker = make_worker(given, loop="context_agent")
-    first, second = completed(await worker.run(row, 0)), completed(await worker.run(row, 1))
-    assert (
-        text(first.final.prompt_ids).replace("[msg_id: 0]\n", "")
-        == text(plain)
-        != text(first.final.prompt_ids)
-    )
-    assert second.final.prompt_ids is first.final.prompt_ids  # rendered once
-    assert engine.requests[0].prompt_ids == first.final.prompt_ids
-    assert given.prompts.render(row.messages, prompt_key=row.prompt_key, tools=SCHEMAS) == plain
-
-
 async def test_refusals_are_told_and_take_no_snapshot() -> None:
     row = make_row(messages=[{"role": "system", "content": "be brief"}, {"role": "user", "content": "hm"}])
     bad: list[tuple[Any, str]] = [
@@ -170,24 +153,6 @@ async def test_refusals_are_told_and_take_no_snapshot() -> None:
     assert rollout.final.metrics.tool_errors == len(bad)
     assert rollout.final.messages[0] == {"role": "system", "content": "be brief"}
     assert rollout.final.messages[1]["content"] == "[msg_id: 1]\nhm"
-
-
-async def test_several_in_one_answer_are_one_snapshot_and_other_calls_run_too() -> None:
-    answer = call_text("it", x=1) + delete(2.0, 2) + call_text("note", key="k", content="v") + delete(0)
-    rollout, engine = await play(call_text("it"), answer, call_text("readNote", key="k"), "12")
-    check_every_token_once(rollout, engine)
-    snapshot, final = rollout.trajectories
-    assert snapshot.extra["deleted_msg_ids"] == [2, 0]
-    assert [each.partition("\n")[2] for each in contents(final)] == [
-        "",  # the stub
-        '{"x": 1}',
-        "Message 2 is deleted.",
-        "Error: message 2 is deleted already.",
-        "Note 'k' is written.",
-        "Message 0 is deleted.",
-        "v",
-    ]
-    assert final.num_turns == 8
 
 
 async def test_after_the_last_snapshot_deletions_are_refused() -> None:
@@ -220,14 +185,6 @@ async def test_notes() -> None:
     assert notes.by_key == {"a": "2"}
 
 
-async def test_the_schemas_are_shown_behind_those_of_the_tools_and_a_selection_leaves_them() -> None:
-    rollout, _ = await play("12", row=make_row(extra_info={"tool_selection": ["it"]}))
-    shown = text(rollout.final.prompt_ids)
-    places = [shown.index(f'"name": "{name}"') for name in ("it", *(s["function"]["name"] for s in SCHEMAS))]
-    assert places == sorted(places)
-    assert {schema["function"]["name"] for schema in SCHEMAS} == set(NAMES)
-
-
 async def test_a_prompt_that_had_to_be_truncated_stays_as_it_was_seen() -> None:
     row = make_row(text="1 + " * 400)
     rollout, engine = await play(
@@ -250,14 +207,6 @@ async def test_scoring_of_snapshots(scoring: str, rewards: list[float | None]) -
     assert [one.reward for one in rollout.trajectories] == rewards
     told = {"own": [("12", False), ("11", True), ("12", True)]}.get(scoring, [("12", False)])
     assert reward.told == told
-
-
-async def test_an_outcome_that_cannot_be_scored_is_nobodys() -> None:
-    rollout, _ = await play(delete(0), "unscorable", reward=Reward())
-    assert [one.reward for one in rollout.trajectories] == [None, None]
-    assert all("cannot be scored" in one.reward_extra["error"] for one in rollout.trajectories)
-    unscored, _ = await play(delete(0), "12")
-    assert [(one.reward, one.reward_extra) for one in unscored.trajectories] == [(None, {}), (None, {})]
 
 
 async def test_a_penalty_is_for_tokens_beyond_the_budget_and_stays() -> None:
@@ -285,16 +234,6 @@ async def test_no_room_after_a_deletion_ends_it_before_the_deletion() -> None:
     assert len(engine.requests) == 2
     one_more, _ = await play(call_text("it", x="0 1 2 3 4 5 6 7"), delete(1), "12", max_model_len=prompt + 1)
     assert (one_more.final.finish_reason, len(one_more.final.response_ids)) == ("length", 1)
-
-
-async def test_what_is_thought_in_a_deleted_answer_is_deleted_with_it() -> None:
-    rollout, engine = await play(f"<think>a secret</think>{call_text('it')}", delete(1), "12")
-    check_every_token_once(rollout, engine)
-    snapshot, final = rollout.trajectories
-    assert snapshot.messages[1]["reasoning_content"] == "a secret"
-    assert "reasoning_content" not in final.messages[1]
-    assert "secret" not in text(final.prompt_ids)
-    assert "secret" not in str(final.messages)
 
 
 class Asks(Interaction):

@@ -13,10 +13,9 @@ from rollstream.agent.base import AgentLoop, turn_seed
 from rollstream.agent.conversation import Conversation, Turn
 from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer
-from rollstream.errors import DataError, EngineError
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
 from rollstream.trajectory import Completion, Message, SamplingParams, Trajectory
-from tests.unit.agent.rollouts import call_text, resources, sampled, says, started
+from tests.unit.agent.rollouts import call_text, resources, says, started
 from tests.unit.chat.templates import END_TOKENS, NAMES, load
 
 PARSERS = {
@@ -272,21 +271,6 @@ async def test_seeds_differ_by_turn_and_rollout_and_none_stays_none() -> None:
     assert [request.sampling.seed for request in engine.requests] == [None, None]
 
 
-async def test_a_trajectory_is_not_changed_by_what_comes_later() -> None:
-    engine = await started(says("12", "13"))
-    conversation = Conversation(
-        Loop(resources(engine), request_id="0-0-1"), [QUESTION], [1, 2], logprobs=True
-    )
-    await conversation.generate(SamplingParams(9, logprobs=True))
-    early = conversation.trajectory("stop", extra={"x": 1})
-    kept = copy.deepcopy(early)
-    kept.metrics = early.metrics  # of the loop: they are counted on
-    assert conversation.add([{"role": "user", "content": "and?"}])
-    await conversation.generate(SamplingParams(9, logprobs=True))
-    assert early == kept
-    assert sampled(conversation.trajectory("stop"))[: len(sampled(early))] == sampled(early)
-
-
 async def test_policy_versions_are_run_lengths_over_the_whole_response() -> None:
     versions = iter([[(0, 4)], [(0, 4), (1, 5)], [(0, 6)]])
 
@@ -318,27 +302,3 @@ async def test_thinking_is_kept_apart_also_when_the_prompt_has_opened_it() -> No
     second = await conversation.generate(SamplingParams(99))
     assert [call.arguments for call in second.calls] == [{"x": 1}]
     assert (second.message["reasoning_content"], second.message["content"]) == ("so", "")
-
-
-async def test_messages_that_the_template_refuses_change_nothing() -> None:
-    tokenizer = load("gemma")
-    engine = await started(lambda request: [1])
-    conversation = Conversation(
-        Loop(resources(engine, tokenizer=tokenizer), request_id="0-0-1"),
-        [QUESTION],
-        tokenizer.render([QUESTION]),
-    )
-    await conversation.generate(SamplingParams(9))
-    before = list(conversation.track.context)
-    with pytest.raises(DataError, match="alternate"):
-        conversation.add([{"role": "assistant", "content": "I again"}])
-    assert (conversation.track.context, len(conversation.messages)) == (before, 2)
-
-
-async def test_no_room_for_an_answer() -> None:
-    engine = await started(says("12"))
-    given = resources(engine, max_model_len=3, response_length=9)
-    conversation = Conversation(Loop(given, request_id="0-0-1"), [QUESTION], [1, 2, 3])
-    with pytest.raises(EngineError):
-        await conversation.generate(SamplingParams(9))
-    assert (engine.requests, conversation.messages) == ([], [QUESTION])

@@ -14,9 +14,7 @@ from rollstream.errors import ConfigError
 from rollstream.trajectory import Failure, Message, Rollout
 from tests.unit.agent.rollouts import (
     FAR,
-    call_text,
     completed,
-    contents,
     demo_tokenizer,
     failed,
     make_row,
@@ -26,7 +24,6 @@ from tests.unit.agent.rollouts import (
     says,
     started,
 )
-from tests.unit.agent.tools.tools import Recorder, class_tool, opened
 
 
 class Teacher(Interaction):
@@ -117,35 +114,6 @@ async def test_it_answers_until_it_ends_the_conversation() -> None:
     assert running.endswith("11<|im_end|>\n<|im_start|>user\ntry again<|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize("score", [float("nan"), float("inf"), "-inf"])
-async def test_scores_that_are_not_finite_are_none(score: Any) -> None:
-    teacher = Teacher({"respond": (True, "", score, {}), "score": score})
-    made = completed((await play(teacher, "12"))[0]).final
-    assert made.extra["turn_scores"] == []
-    assert "interaction_score" not in made.extra
-
-
-async def test_calls_run_and_only_answers_without_calls_are_answered() -> None:
-    teacher = Teacher({})
-    engine = await started(says(call_text("it"), "10", call_text("it"), "12"))
-    tool = class_tool(Recorder)
-    async with opened([tool]) as box:
-        given = resources(engine, tools=box, interactions=Interactions({"teacher": teacher}))
-        made = completed(await make_worker(given).run(make_row(extra_info=ASKS), 0)).final
-    roles = [message["role"] for message in made.messages]
-    assert roles == [
-        "user",
-        *("assistant", "tool") * 1,
-        *("assistant", "user", "assistant", "tool"),
-        "assistant",
-    ]
-    assert contents(made, "user") == ["3 + 9 =", "try again"]
-    assert tool.tool.done == ["create", "execute", "execute", "calc_reward", "release"]
-    assert teacher.done == ["start", "respond", "respond", "score", "finalize"]
-    assert made.extra["turn_scores"] == [0.0, 1.0]
-    assert made.extra["tool_scores"] == {"it": 1.0}
-
-
 async def test_rows_that_ask_for_none_have_none() -> None:
     nothing: list[dict[str, Any]] = [
         {},
@@ -203,15 +171,6 @@ async def test_a_timeout_is_tried_again_and_finalized_each_time(what: str) -> No
     )
     assert [entry[1] for entry in teacher.log if entry[0] == "finalize"] == ["0-0-1", "0-0-2", "0-0-3"]
     assert len(engine.requests) == 3
-
-
-@pytest.mark.virtual_time
-@pytest.mark.parametrize("behaviour", ["hang", ValueError("no"), SystemExit(3)])
-async def test_a_finalize_that_fails_does_not_take_the_rollout_with_it(behaviour: Any) -> None:
-    teacher = Teacher({"finalize": behaviour})
-    result, _ = await play(teacher, "12", timeout=0.5)
-    rollout = completed(result)
-    assert (rollout.attempts, rollout.final.extra["turn_scores"]) == (1, [1.0])
 
 
 @pytest.mark.virtual_time

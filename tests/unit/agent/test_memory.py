@@ -95,7 +95,8 @@ def count_objects() -> tuple[int, int]:
     return sys.getallocatedblocks(), len(gc.get_objects())
 
 
-@pytest.mark.parametrize("last", [3_500, pytest.param(10_000, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("last", [10_000])
 async def test_thousands_of_rollouts_leave_nothing_behind(last: int) -> None:
     engine = await started(two_turns(), record=False)
     tool = class_tool(Doubles)

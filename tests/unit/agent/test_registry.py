@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from rollstream.agent.context import ContextAgent
-from rollstream.agent.registry import AgentLoops, LoopEntry, load_agent_loops, register
-from rollstream.agent.single_turn import SingleTurnAgent
+from rollstream.agent.registry import AgentLoops, LoopEntry, load_agent_loops
 from rollstream.agent.tool_agent import ToolAgent
 from rollstream.errors import ConfigError
-from rollstream.trajectory import SamplingParams, Trajectory
 from tests.unit.agent.rollouts import completed, make_row, make_worker, resources, says, started
 
 SOURCE = """
@@ -78,29 +76,6 @@ async def test_a_file_beside_the_yaml_with_options_and_what_is_shared(write: Cal
     second = AgentLoops({"hints": loops.entry("hints")})
     second.create("hints", resources(engine), request_id="x")
     assert len(built) == 2, "once per worker"
-
-
-@register("own_test_agent")
-class OwnAgent(SingleTurnAgent):
-    """Registered by code."""
-
-    async def run(self, sampling: SamplingParams, **row: Any) -> Trajectory:
-        made = await super().run(sampling, **row)
-        made.extra = {"who": "own"}
-        return made
-
-
-async def test_names_of_the_file_come_before_registered_ones_in_this_run_only(
-    write: Callable[[str], str],
-) -> None:
-    loops = AgentLoops(load_agent_loops(write("- {name: own_test_agent, _target_: 'loops.py:Hints'}")))
-    assert loops.entry("own_test_agent").loop.__name__ == "Hints"
-    assert AgentLoops().entry("own_test_agent").loop is OwnAgent
-    engine = await started(says("12"))
-    mine = make_worker(resources(engine), loop="own_test_agent", loops=loops)
-    others = make_worker(resources(engine), loop="own_test_agent")
-    assert completed(await mine.run(make_row(), 0)).final.extra["hints"] == 3
-    assert completed(await others.run(make_row(), 0)).final.extra == {"who": "own"}
 
 
 def test_the_digest_changes_with_options_and_content(write: Callable[[str], str], tmp_path: Path) -> None:

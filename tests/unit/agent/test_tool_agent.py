@@ -9,9 +9,9 @@ import pytest
 from rollstream.agent.base import TurnLimits
 from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.chat.tool_schema import schema_digest
-from rollstream.errors import EngineError, TransientEngineError
+from rollstream.errors import TransientEngineError
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
-from rollstream.trajectory import Completion, Trajectory
+from rollstream.trajectory import Trajectory
 from tests.unit.agent.rollouts import (
     FAR,
     call_text,
@@ -146,15 +146,6 @@ async def test_results_that_do_not_fit_are_left_out() -> None:
         "shown_tools": [schema_digest(schema) for schema in box.schemas],
         **{"tool_counts": {"it": [1, 0]}, "tool_rewards": [0.5], "tool_scores": {"it": 1.0}},
     }
-
-
-async def test_an_abort_is_kept_as_aborted_and_its_calls_do_not_run() -> None:
-    ids = demo_tokenizer().encode(call_text("it"))
-    engine = await started(lambda request: Completion(ids, [-1.0] * len(ids), "abort"))
-    tool = class_tool(Recorder)
-    async with opened([tool]) as box:
-        made = completed(await make_worker(resources(engine, tools=box)).run(make_row(), 0)).final
-    assert (made.finish_reason, made.response_ids, tool.tool.done) == ("aborted", ids, [])
 
 
 BAD = {"raise": "Error: ValueError: bad luck", "exit": "Error: SystemExit", "say": "Error: no such city"}
@@ -318,16 +309,6 @@ async def test_a_rollout_that_is_tried_again_has_a_fresh_session() -> None:
     ]
     assert rollout.final.metrics.engine_calls == 3
     assert rollout.final.metrics.tool_calls == 2
-
-
-async def test_an_error_that_will_not_pass_is_recorded_and_the_tools_are_released() -> None:
-    tool = class_tool(Recorder)
-    engine = await started(says(call_text("it"), "12"))
-    engine.fail(lambda request: len(engine.requests) == 2, EngineError("400: too odd"), times=None)
-    async with opened([tool]) as box:
-        failure = failed(await make_worker(resources(engine, tools=box)).run(make_row(), 0))
-    assert (failure.stage, failure.attempts, failure.error) == ("engine", 1, "EngineError: 400: too odd")
-    assert tool.tool.done == ["create", "execute", "calc_reward", "release"]
 
 
 async def hangs_at_the_second_call(hangs: bool) -> ScriptedEngine:

@@ -1,6 +1,5 @@
 import itertools
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,18 +75,6 @@ def test_images_keep_their_order(model: Path, processor: ChatProcessor) -> None:
         assert runs(processor.render(messages, [tall, wide])) == [6, 10]
 
 
-def test_a_later_message_alone(tokenizer: ChatTokenizer, processor: ChatProcessor) -> None:
-    """What comes between turns, such as a tool result with an image, is rendered and encoded by itself."""
-    first = user("look at", IMAGE)
-    added = [{"role": "tool", "content": [IMAGE, {"type": "text", "text": "that"}]}]
-    small, large = picture(56, 56), picture(112, 84)
-    whole = processor.render([*first, *added], [small, large], add_generation_prompt=True)
-    head = processor.render(first, [small], add_generation_prompt=False)
-    tail = processor.encode(tokenizer.render_text(added), [large])
-    assert runs(tail) == [12]
-    assert head + tail == whole
-
-
 @pytest.mark.parametrize(
     ("messages", "images"),
     [
@@ -105,24 +92,12 @@ def test_a_wrong_number_of_images(
         processor.render(messages, [picture(28, 28)] * images)
 
 
-def test_an_image_that_the_processor_refuses(processor: ChatProcessor) -> None:
-    with pytest.raises(DataError, match=r"refuses the prompt's images \(1000 x 1 pixels\).*aspect ratio"):
-        processor.render(user(IMAGE), [picture(1000, 1)])
-
-
 def test_a_template_for_text_shows_no_images(tmp_path: Path) -> None:
     _, processor = load_model(write_model(tmp_path, template=TEXT_TEMPLATE))
     assert processor.placeholder is None
     with pytest.raises(DataError, match="the chat template shows no images"):
         processor.render(user(IMAGE), [picture(28, 28)])
     assert processor.render(user("look"), [])
-
-
-def test_many_threads_at_once(processor: ChatProcessor) -> None:
-    images = [picture(28 * (1 + i % 8), 28) for i in range(64)]
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda image: runs(processor.render(user("look", IMAGE), [image])), images))
-    assert found == [[1 + i % 8] for i in range(64)]
 
 
 def test_a_processor_that_cannot_be_loaded_and_models_for_text(tmp_path: Path) -> None:

@@ -81,11 +81,6 @@ def text_after(tokenizer: ChatTokenizer, added: list[Message], sampled: str = ""
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_the_mark_in_a_users_message_does_no_harm() -> None:
-    text = text_after(load("chatml"), [{"role": "user", "content": "say ROLLSTREAMMARK"}])
-    assert text == "<|im_end|>\n<|im_start|>user\nsay ROLLSTREAMMARK<|im_end|>\n<|im_start|>assistant\n"
-
-
 def test_thinking_that_the_prompt_opens_is_seen() -> None:
     tokenizer = load("chatml")
     template = TurnTemplate(tokenizer)
@@ -104,35 +99,6 @@ def ends(name: str, sampled: str, *, template: str | None = None, end: str | Non
 def test_a_special_token_that_is_no_end_does_not_stand_for_one() -> None:
     assert ends("chatml", "12<|call|>").startswith("<|im_end|>\n<|im_start|>user")
     assert ends("chatml", "12<|endoftext|>").startswith("\n<|im_start|>user")
-
-
-def test_white_space_before_the_templates_end_is_dropped_with_it() -> None:
-    llama2 = (
-        "{%- for m in messages -%}{%- if m.role == 'user' -%}{{ '<s>[INST] ' + m.content + ' [/INST]' }}"
-        "{%- else -%}{{ ' ' + m.content + ' </s>' }}{%- endif -%}{%- endfor -%}"
-    )
-    assert ends("mistral", " 12</s>", template=llama2) == "<s>[INST] y [/INST]"
-    assert ends("mistral", " 12", template=llama2) == " </s><s>[INST] y [/INST]"
-
-
-def test_the_next_roles_token_that_ended_a_turn_is_not_doubled() -> None:
-    nemotron = (
-        "{%- for m in messages -%}{{ '<|user|>' + m.role + '\n' + m.content + '\n' }}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{ '<|user|>assistant\n' }}{%- endif -%}"
-    )
-    assert ends("glm", "12\n<|user|>", template=nemotron, end="<|user|>") == "user\ny\n<|user|>assistant\n"
-
-
-def test_a_template_that_takes_parts_only_gets_them() -> None:
-    parts = "{%- for part in m.content -%}{%- if part.type == 'text' -%}{{ part.text }}{%- endif -%}{%- endfor -%}"
-    tokenizer = load(
-        "chatml", chatml(f"{{{{ '<|im_start|>' + m.role + '\n' }}}}{parts}{{{{ '<|im_end|>\n' }}}}")
-    )
-    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    assert "be brief" in tokenizer.render_text(messages)
-    text = text_after(tokenizer, [{"role": "user", "content": "y"}])
-    assert text == "<|im_end|>\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"
-    assert TurnTemplate(tokenizer).has_tool_role
 
 
 def test_what_comes_from_outside_cannot_end_a_turn() -> None:

@@ -150,18 +150,6 @@ def test_template_arguments_reach_the_template(tmp_path: Path) -> None:
         assert tokenizer.decode(tokenizer.render([{"role": "user", "content": "hi"}])) == text
 
 
-def test_what_makes_another_tokenizer() -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer, other = load_tokenizer(str(MODEL_PATH)), AutoTokenizer.from_pretrained(MODEL_PATH)
-    assert tokenizer.differences(other) == []
-    other.add_special_tokens({"pad_token": "[PAD]"})  # as for a model that has none
-    assert tokenizer.differences(other) == []
-    other.add_tokens(["<thought>"])
-    other.chat_template = "{{ messages }}"
-    assert tokenizer.differences(other) == ["vocabulary", "chat template"]
-
-
 def test_missing_tokenizer_or_template(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         load_tokenizer(str(tmp_path))
@@ -184,17 +172,3 @@ def test_a_folder_without_its_vocabulary_is_refused(tmp_path: Path, model_type: 
     change_json(tmp_path / "config.json", model_type=model_type, architectures=None)
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         load_tokenizer(str(tmp_path))
-
-
-def test_a_vocabulary_of_a_few_words_will_do(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(WordLevel({"[UNK]": 0, "yes": 1, "no": 2}, unk_token="[UNK]"))
-    words.pre_tokenizer = Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
-    fast.chat_template = "{{ messages[0].content }}"
-    fast.save_pretrained(tmp_path)
-    assert load_tokenizer(str(tmp_path)).render([{"role": "user", "content": "yes no"}]) == [1, 2]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.agent.tools.base import OpenAIFunctionToolSchema, Tool, ToolResponse
+from rollstream.agent.tools.base import OpenAIFunctionToolSchema, Tool
 
 SCHEMA = {
     "type": "function",
@@ -36,14 +36,6 @@ def test_a_schema_is_a_dict_and_an_object() -> None:
     for other in (copy.deepcopy(schema), pickle.loads(pickle.dumps(schema))):
         assert other == schema and other.function.name == "search"
     assert OpenAIFunctionToolSchema.model_validate(schema).function.name == "search"
-
-
-def test_responses() -> None:
-    assert ToolResponse().is_empty()
-    assert ToolResponse(text="a").is_text_only()
-    assert not ToolResponse(text="a", image=[1]).is_text_only()
-    with pytest.raises(ValueError, match=r"write \[image\]"):
-        ToolResponse(image="x")  # type: ignore[arg-type]
 
 
 class Search(Tool):

@@ -45,15 +45,6 @@ def test_tools_of_a_file(tmp_path: Path) -> None:
     assert properties["options"]["additionalProperties"] == {"type": ["boolean", "number"]}
 
 
-def test_runs_do_not_clash(tmp_path: Path) -> None:
-    first = functions(tmp_path, TWO)
-    second = functions(tmp_path, TWO)
-    assert [tool.name for tool in first] == [tool.name for tool in second] == ["add", "find"]
-    assert first[0].function is not second[0].function
-    other = functions(tmp_path, TWO.replace("return a", "return -a"))
-    assert (first[0].function(1), other[0].function(1)) == (1, -1)
-
-
 def test_a_given_schema(tmp_path: Path) -> None:
     (a, b, c) = functions(
         tmp_path,

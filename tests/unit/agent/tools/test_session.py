@@ -1,6 +1,4 @@
 import asyncio
-import logging
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.agent.tools.base import OpenAIFunctionToolSchema, Tool, ToolError, ToolResponse
+from rollstream.agent.tools.base import OpenAIFunctionToolSchema, Tool, ToolResponse
 from rollstream.agent.tools.session import (
     ToolLimits,
     ToolResult,
@@ -20,31 +18,9 @@ from rollstream.agent.tools.session import (
     truncate_text,
 )
 from rollstream.agent.tools.toolbox import ToolBox
-from rollstream.chat.parsers.base import ToolCall
 from rollstream.errors import DataError
 
 from .tools import Recorder, call, class_tool, function_of, opened, schema
-
-
-def add(a: int, b: int = 1) -> int:
-    return a + b
-
-
-def change(items: list[int]) -> None:
-    items.append(0)
-
-
-ERRORS = {
-    "value": ValueError("two\nlines"),
-    "exit": SystemExit(1),
-    "interrupt": KeyboardInterrupt(),
-    "generator": GeneratorExit(),
-    "cancelled": asyncio.CancelledError(),
-}
-
-
-def fail(what: str) -> None:
-    raise ERRORS[what]
 
 
 def session_of(box: ToolBox, tools_kwargs: Any = None, selection: Any = None) -> ToolSession:
@@ -70,56 +46,6 @@ async def test_order_is_kept_and_concurrency_bounded() -> None:
         assert (results[4].metrics, most) == ({"n": 4.0}, 3)
         assert await session.run([]) == []
         assert await session.close() == {}
-
-
-async def test_calls_that_cannot_be_made() -> None:
-    async with opened([function_of(fail), function_of(add), function_of(change)]) as box:
-        session = session_of(box, selection=["add", "change"])
-        assert [schema["function"]["name"] for schema in session.schemas] == ["add", "change"]
-        results = await session.run(
-            [
-                call("calculater"),
-                call("fail", what="none"),
-                call("add"),
-                call("add", a=1, c=2),
-                ToolCall("add", None, "{", "the arguments are no JSON"),
-                call("x" * 1000),
-            ]
-        )
-        assert [(result.error, result.text) for result in results[:5]] == [
-            ("unknown_tool", "Error: unknown tool 'calculater'. Available tools: add, change."),
-            ("unknown_tool", "Error: unknown tool 'fail'. Available tools: add, change."),
-            ("bad_arguments", "Error: add: missing a required argument: 'a'. Its parameters: a, b."),
-            ("bad_arguments", "Error: add: got an unexpected keyword argument 'c'. Its parameters: a, b."),
-            ("bad_arguments", "Error: the arguments are no JSON"),
-        ]
-        assert len(results[5].text) < 200
-        empty = ToolBox().session(tools_kwargs={}, selection=None, request_id="r")
-        assert (await empty.run([call("a")]))[0].text == "Error: unknown tool 'a'. There are no tools."
-
-
-async def test_whatever_it_raises_becomes_text(caplog: pytest.LogCaptureFixture) -> None:
-    async with opened([function_of(fail)]) as box:
-        session = session_of(box)
-        with caplog.at_level(logging.WARNING):
-            for _ in range(2):
-                results = await session.run([call("fail", what=name) for name in ERRORS])
-        assert [result.text for result in results] == [
-            "Error: ValueError: two lines",
-            "Error: SystemExit: 1",
-            "Error: KeyboardInterrupt",
-            "Error: GeneratorExit",
-            "Error: CancelledError",
-        ]
-        assert {result.error for result in results} == {"exception"}
-        assert len([record for record in caplog.records if "tool call failed" in record.message]) == 5
-
-
-async def test_the_conversation_keeps_the_arguments_as_they_were() -> None:
-    async with opened([function_of(change)]) as box:
-        made = call("change", items=[1])
-        await session_of(box).run([made])
-        assert made.arguments == {"items": [1]}
 
 
 async def test_the_life_of_an_instance() -> None:
@@ -154,18 +80,6 @@ async def test_the_life_of_an_instance() -> None:
             await session.run([call("it")])
 
 
-@pytest.mark.parametrize("what", ["raise", "exit"])
-async def test_release_follows_whatever_fails(what: str) -> None:
-    for step in ("execute", "calc_reward", "release"):
-        entry = class_tool(Recorder, **{step: what})
-        async with opened([entry]) as box:
-            session = session_of(box)
-            results = await session.run([call("it")])
-            assert (results[0].error == "exception") == (step == "execute")
-            assert await session.close() == ({} if step == "calc_reward" else {"it": 1.0})
-            assert entry.tool.done == ["create", "execute", "calc_reward", "release"]
-
-
 async def test_what_was_not_created_has_no_reward_and_is_tried_again() -> None:
     entry = class_tool(Recorder, create="raise")
     async with opened([entry], max_parallel_calls=4) as box:
@@ -178,46 +92,6 @@ async def test_what_was_not_created_has_no_reward_and_is_tried_again() -> None:
         assert entry.tool.done == ["create", "create"]
 
 
-@pytest.mark.virtual_time
-async def test_a_create_that_does_not_end_is_released() -> None:
-    entry = class_tool(Recorder, create="hang")
-    async with opened([entry], timeout=0.2) as box:
-        session = session_of(box)
-        results = await session.run([call("it"), call("it")])
-        assert [result.error for result in results] == ["timeout", "timeout"]
-        assert await session.close() == {}
-        assert entry.tool.done == ["create", "release"]
-        assert entry.tool.log[0][1] == entry.tool.log[1][1]
-
-
-@pytest.mark.virtual_time
-async def test_ends_that_hang_are_bounded() -> None:
-    entry = class_tool(Recorder, calc_reward="hang", release="hang")
-    async with opened([entry], timeout=0.2) as box:
-        session = session_of(box)
-        await session.run([call("it")])
-        assert await session.close() == {}
-        assert entry.tool.done == ["create", "execute", "calc_reward", "release"]
-
-
-async def test_a_cancellation_while_it_ends_does_not_stop_the_release() -> None:
-    entry = class_tool(Recorder, calc_reward="hang in a thread")
-    async with opened([entry]) as box:
-        session = session_of(box)
-        await session.run([call("it")])
-        task = asyncio.create_task(session.close())
-        await entry.tool.begun.wait()
-        for _ in range(3):
-            task.cancel()
-            await asyncio.sleep(0)
-        assert not task.done()
-        entry.tool.let_go.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert entry.tool.done[-1] == "release"
-        assert await session.close() == {"it": 1.0}
-
-
 async def test_messages_are_copied_for_who_takes_them() -> None:
     class Changes(Recorder):
         async def execute(  # type: ignore[override]
@@ -228,11 +102,7 @@ async def test_messages_are_copied_for_who_takes_them() -> None:
             data.append("kept")
             return "done"
 
-    class Uncopied:
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise AssertionError("copied for nobody")
-
-    entries = [class_tool(Changes, "changes"), class_tool(Plain, "plain")]
+    entries = [class_tool(Changes, "changes")]
     async with opened(entries) as box:
         session = session_of(box)
         messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
@@ -241,42 +111,7 @@ async def test_messages_are_copied_for_who_takes_them() -> None:
         assert [result.text for result in results] == ["done", "done"]
         assert messages == [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
         assert data == ["kept", "kept"]  # what else a loop gives is as it is
-        assert (await session.run([call("plain")], messages=Uncopied()))[0].text == "seen"
         await session.close()
-
-
-class Plain(Tool):
-    """A tool of plain methods."""
-
-    def create(self, create_kwargs: dict[str, Any]) -> Any:  # type: ignore[override]
-        self.threads = {threading.current_thread().name}
-        self.made = create_kwargs
-        return ("mine", ToolResponse())
-
-    def execute(self, instance_id: str, parameters: dict[str, Any]) -> Any:  # type: ignore[override]
-        assert instance_id == "mine"
-        self.threads.add(threading.current_thread().name)
-        if parameters:
-            raise ToolError("first line\nsecond line")
-        return ToolResponse(text="seen", image=["picture"]), 0.5
-
-    def calc_reward(self, instance_id: str) -> float:  # type: ignore[override]
-        self.threads.add(threading.current_thread().name)
-        return 0.25
-
-    def release(self, instance_id: str) -> None:  # type: ignore[override]
-        self.threads.add(threading.current_thread().name)
-
-
-async def test_plain_methods_run_in_threads() -> None:
-    entry = class_tool(Plain)
-    async with opened([entry]) as box:
-        session = session_of(box, {"it": {"create_kwargs": {"x": 1}}})
-        seen, failed = await session.run([call("it"), call("it", x=1)], agent_data="data")
-        assert (seen.text, seen.images, seen.reward) == ("seen", ["picture"], 0.5)
-        assert (failed.text, failed.error) == ("Error: first line\nsecond line", "exception")
-        assert await session.close() == {"it": 0.25}
-        assert entry.tool.threads == {"rollstream-tool"} and entry.tool.made == {"x": 1}
 
 
 class OlderVerl(Tool):
@@ -370,11 +205,6 @@ class Silent:
 )
 def test_what_tools_return(value: Any, expected: ToolResult) -> None:
     assert read_result(value, LIMITS) == expected
-
-
-@pytest.mark.parametrize("value", ["x" * 10_000_000, b"x" * 99, ToolResponse("x" * 99), ["x" * 99]])
-def test_long_results_are_cut(value: Any) -> None:
-    assert len(read_result(value, LIMITS).text) == 40
 
 
 def test_metrics_are_kept_small() -> None:

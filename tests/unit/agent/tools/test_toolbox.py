@@ -19,7 +19,7 @@ from rollstream.agent.tools.toolbox import (
 )
 from rollstream.errors import ConfigError
 
-from .tools import Recorder, call, class_tool
+from .tools import call
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 SERVING = {"type": "mcp", "server": {"command": sys.executable, "args": [SERVER, "stdio"]}}
@@ -131,20 +131,6 @@ def test_names_must_differ(load: Any, tmp_path: Path) -> None:
     twice = {"class_name": f"{tmp_path}/own.py:Own"}
     with pytest.raises(ConfigError, match="more than one tool named own"):
         load(twice)
-
-
-async def test_a_filter_for_nothing_there_is(load: Any) -> None:
-    box = load({"config": {**SERVING, "tool_filter": ["subtract"]}})
-    with pytest.raises(ConfigError, match="subtract"):
-        await box.describe()
-    await box.close()
-
-
-def test_only_the_tools_that_are_named_are_there() -> None:
-    both = [class_tool(Recorder, "search"), class_tool(Recorder, "fetch")]
-    assert [one["function"]["name"] for one in ToolBox(both, names=["fetch"]).schemas] == ["fetch"]
-    with pytest.raises(ConfigError, match="unknown tool 'serch'; did you mean 'search'"):
-        ToolBox(both, names=["fetch", "serch"])
 
 
 TOOLS = '''
@@ -260,9 +246,3 @@ def test_mcp_servers(load_file: Any) -> None:
 def test_entries_that_cannot_be_used(load_file: Any, entry: str) -> None:
     with pytest.raises(ConfigError, match=r"multi_turn\.tool_config_path: tools\.yaml, tools\[0\]"):
         load_file(f"tools: [{entry}]")
-
-
-def test_without_the_mcp_package(load_file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "mcp", None)
-    with pytest.raises(ConfigError, match=r"pip install 'rollstream\[mcp\]'"):
-        load_file("tools: [{config: {type: mcp, server: {command: x}}}]")

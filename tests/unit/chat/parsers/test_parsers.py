@@ -7,13 +7,11 @@ import pytest
 
 from rollstream.chat.parsers.base import ParsedOutput, Segment, ToolCall
 from rollstream.chat.parsers.registry import get_parser
-from rollstream.errors import ConfigError
 from tests.unit.chat.parsers.formats import TOOLS
 
 HERMES = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 LLAMA = '{"name": "f", "parameters": {"a": "x; y"}}'
 DS, DS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 ARGS = "<|tool_call_argument_begin|>"
 OSS = "<|channel|>commentary to=functions.f"
 
@@ -55,19 +53,6 @@ def test_a_turn_in_segments() -> None:
     )
     assert parsed.calls == (ToolCall("f", {"a": 1}, call), ToolCall("f", {"a": 1}, HERMES))
     assert (parsed.content, parsed.reasoning) == ("\n\nSure.\n and ", "\nhm\n")
-
-
-def test_segments_of_a_section() -> None:
-    first, second = v3('f\n```json\n{"a": 1}\n```'), v3("g\n```json\n{}\n```")
-    parsed = read("deepseek_v3", f"Sure.{DS}{first}\n{second}{DS_END}<｜end▁of▁sentence｜>")
-    assert [(segment.kind, segment.text) for segment in parsed.segments] == [
-        ("content", "Sure."),
-        ("markup", DS),
-        ("call", first),
-        ("markup", "\n"),
-        ("call", second),
-        ("markup", DS_END + "<｜end▁of▁sentence｜>"),
-    ]
 
 
 TOOL_CALLS = (
@@ -385,21 +370,3 @@ def test_thinking(name: str, text: str, in_thinking: bool, reasoning: str, conte
     parsed = read(name, text, in_thinking=in_thinking)
     assert (parsed.reasoning, parsed.content) == (reasoning, content)
     assert all(call.error for call in parsed.calls)
-
-
-@pytest.mark.parametrize(
-    "end", ["<|im_end|>", "<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<turn|>\n", "<|eot_id|><|eot_id|>"]
-)
-def test_end_tokens_are_markup_at_the_end_only(end: str) -> None:
-    assert read("hermes", "hello" + end).content == "hello"
-    assert read("hermes", end + " hello \n").content == end + " hello \n"
-    assert read("hermes", "<p><s>hello</s>").content == "<p><s>hello</s>"
-
-
-def test_names_and_stop_tokens() -> None:
-    for other, name in (("gpt-oss", "gpt_oss"), ("glm", "glm45"), ("kimi", "kimi_k2")):
-        assert type(get_parser(other)) is type(get_parser(name))
-    stops = [get_parser(name).stop_tokens for name in ("gpt_oss", "glm45", "llama3_json", "hermes")]
-    assert stops == [("<|call|>",), ("<|observation|>",), ("<|eom_id|>",), ()]
-    with pytest.raises(ConfigError, match="'hermes'"):
-        get_parser("herms")

@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from rollstream.chat.parsers.json_call import UnreadableError, decode_value
-from rollstream.chat.parsers.tool_call_tags import declared_types, parameters_of, read_value
+from rollstream.chat.parsers.tool_call_tags import declared_types, read_value
 
 
 @pytest.mark.parametrize(
@@ -98,16 +98,6 @@ def test_declared_types(name: str, types: set[str]) -> None:
     assert declared_types(PARAMETERS, name) == types
 
 
-def test_schemas_of_any_shape() -> None:
-    named = {"name": "f", "parameters": PARAMETERS}
-    assert parameters_of([{"type": "function", "function": named}], "f") == PARAMETERS
-    assert parameters_of([named], "f") == PARAMETERS
-    functions = (None, {"name": "f"}, {"name": "f", "parameters": 3})
-    for odd in ({}, 7, *({"function": one} for one in functions)):
-        assert parameters_of([odd], "f") == {}  # type: ignore[list-item]
-    assert declared_types({"properties": []}, "a") == set()
-
-
 @pytest.mark.parametrize("number", [2**64 - 1, -(2**63), 0])
 def test_integers_of_64_bits(number: int) -> None:
     value, _ = decode_value(str(number), 0)
@@ -124,8 +114,3 @@ def test_integers_of_64_bits(number: int) -> None:
 def test_json_that_is_refused(text: str) -> None:
     with pytest.raises(UnreadableError):
         decode_value(text, 0)
-
-
-def test_the_place_is_counted_from_the_start_of_the_value() -> None:
-    with pytest.raises(UnreadableError, match="line 2 column 2"):
-        decode_value('first\nline\n  {"a": 1\n "b"}', 11)

@@ -31,15 +31,6 @@ def test_there_may_be_many_tools_but_not_any_number() -> None:
     assert refused.value.param == "tools"
 
 
-def test_a_server_refuses_what_it_does_not_honour() -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "max_completion_tokens": 7}
-    asked = read_chat({**body, "n": 2, "user": "me", "min_p": 0})
-    assert (asked.n, asked.max_tokens, asked.stops) == (2, 7, ())
-    for wrong in ({"min_p": 0.1}, {"tool_choice": "required"}, {"tools": [{"type": "web_search"}]}):
-        with pytest.raises(RequestError):
-            read_chat({**body, **wrong})
-
-
 def test_an_answer_whole_and_in_pieces() -> None:
     """Tokens without a text of their own are named by their ids, in vLLM's way."""
     message = {"role": "assistant", "content": "hm", "tool_calls": [READ]}

@@ -41,12 +41,6 @@ def test_others_are_refused_by_name(given: dict[str, object], param: str) -> Non
     assert param in str(caught.value)
 
 
-def test_a_place_within_another_parameter_is_named_whole() -> None:
-    with pytest.raises(RequestError, match=r"sampling_params\.top_k") as caught:
-        read_parameters({"top_k": "a"}, Asked, where="sampling_params.")
-    assert caught.value.param == "sampling_params.top_k"
-
-
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"a"', b"\xff", b'{"a": "\\ud800"}', b"[" * 5000])
 def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError):
