@@ -3,7 +3,6 @@
 It serves a model folder, or a model that a trainer in the same process owns and goes on changing.
 """
 
-import asyncio
 import contextlib
 import importlib.util
 import weakref
@@ -103,10 +102,8 @@ class HFEngine:
         self._life = Restarted("hf", self._start_batch)
         self._loaded: tuple[LiveModel, BatchSettings] | None = None
         """Outlives the thread."""
-        self._end: weakref.finalize[[], HFEngine] | None = None
         self._capabilities: Capabilities | None = None
         self._weight_changes = 0
-        self._changing = asyncio.Lock()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -154,15 +151,8 @@ class HFEngine:
         from rollstream.engine.hf_forward import score_ids
 
         model = self._live_model()
-        model.begin_change()
-        try:
-            async with self._changing:
-                await in_daemon_thread(model.wait_for_step)
-                return await finish_despite_cancellation(
-                    in_daemon_thread(score_ids, model.module, ids, start)
-                )
-        finally:
-            model.end_change()
+        async with model.changing():
+            return await finish_despite_cancellation(in_daemon_thread(score_ids, model.module, ids, start))
 
     async def abort(self, request_id: str) -> None:
         if self._life.backend is not None:
@@ -188,15 +178,11 @@ class HFEngine:
         Raises:
             EngineError: it does not fit the model. Nothing has been changed then.
         """
-        pairs = self._live_model().match(state)
-        cancelled: asyncio.CancelledError | None = None
+        await finish_despite_cancellation(self._copy(self._live_model().match(state), version))
+
+    async def _copy(self, pairs: list[tuple[Any, Any]], version: int) -> None:
         async with self.changing_weights(version):
-            try:
-                await finish_despite_cancellation(in_daemon_thread(copy_weights, pairs))
-            except asyncio.CancelledError as error:
-                cancelled = error  # the weights are new ones nevertheless, and so is their version
-        if cancelled is not None:
-            raise cancelled
+            await in_daemon_thread(copy_weights, pairs)
 
     @contextlib.asynccontextmanager
     async def changing_weights(self, version: int) -> AsyncIterator[None]:
@@ -214,19 +200,14 @@ class HFEngine:
         that mixture.
         """
         model = self._live_model()
-        model.begin_change()
-        try:
-            async with self._changing:
-                await in_daemon_thread(model.wait_for_step)
-                if self._life.backend is not None and not self._kwargs["keep_cache"]:
-                    self._life.backend.interrupt()
-                await _synchronize(model)
-                yield
-                model.version = version
-                self._weight_changes += 1
-                await _synchronize(model)
-        finally:
-            model.end_change()
+        async with model.changing():
+            if self._life.backend is not None and not self._kwargs["keep_cache"]:
+                self._life.backend.interrupt()
+            await _synchronize(model)
+            yield
+            model.version = version
+            self._weight_changes += 1
+            await _synchronize(model)
 
     async def health(self) -> bool:
         """Whether the thread is alive. Starts a new one if not, with back-off."""
@@ -239,8 +220,6 @@ class HFEngine:
 
     async def close(self) -> None:
         await self._life.close()
-        if self._end is not None:
-            self._end.detach()
         self._loaded = None
 
     def _live_model(self) -> LiveModel:
@@ -256,14 +235,11 @@ class HFEngine:
         model, settings = self._loaded
         batch = Batch(model, settings)
         try:
-            await finish_despite_cancellation(in_daemon_thread(batch.start))
-        except asyncio.CancelledError:
+            await batch.start()
+        except BaseException:
             await batch.close()
             raise
-        if self._end is not None:
-            self._end.detach()
-        # At the latest when the interpreter exits: a thread in the middle of a step would crash it.
-        self._end = weakref.finalize(self, batch.stop)
+        weakref.finalize(self, batch.stop)
         lengths = (model.max_model_len, self._max_model_len, settings.cache_tokens)
         self._capabilities = Capabilities(
             token_ids=True,

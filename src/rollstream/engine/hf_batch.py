@@ -6,9 +6,9 @@ Imported when a model is loaded, like `hf_forward`.
 import asyncio
 import contextlib
 import random
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,12 @@ from typing import Any
 import torch
 
 from rollstream.aio import finish_despite_cancellation
-from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import EngineLoad
 from rollstream.engine.embedded import StopTexts, stop_window
 from rollstream.engine.hf_forward import DRAW_BITS, KeyValues, check_model, draw_tokens, next_logits
 from rollstream.engine.hf_model import LiveModel
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, FinishReason, SamplingParams
-
-_STOP_TIMEOUT_S = 30.0
-"""For the step that is under way when the engine is closed; after that its thread is left behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,45 +81,39 @@ _Answered = tuple[_Request, Completion | EngineError]
 class Batch:
     """Answers requests, as many at a time as the keys and values of all, at their longest, have room for.
 
-    They begin in the order of arrival, and none is ever evicted. The thread owns what runs. The event loop
-    hands requests in, and answers them: those that the thread says have ended, and those that it gives up. An
-    answered request leaves the batch before the next step.
-
-    Belongs to the event loop it is made on.
+    They begin in the order of arrival, and none is ever evicted. A task takes the model's lock, lets a thread make
+    steps until a request ends or somebody else wants the lock, and answers what has ended. The event loop may answer
+    a request earlier (`abort`, `interrupt`): it leaves the batch before the next step.
     """
 
     def __init__(self, model: LiveModel, settings: BatchSettings) -> None:
+        self.cause = ""
+        """Why it serves nobody any more; "" while it serves."""
+        self._error: BaseException | None = None
         self._model = model
         self._settings = settings
         self._stop_texts = StopTexts(settings.tokenizer_file) if settings.tokenizer_file else None
-        self._loop = asyncio.get_running_loop()
         self._in_flight: set[_Request] = set()
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
         """In the order of the cache's rows."""
         self._cache = KeyValues(settings.cache_tokens)
-        self._error: EngineUnavailableError | None = None
-        self._work = threading.Event()
+        self._loop = asyncio.get_running_loop()
+        self._work = asyncio.Event()
         self._stopping = False
-        self._thread = threading.Thread(target=self._serve, name="rollstream-hf", daemon=True)
+        self._serving: asyncio.Task[None] | None = None
+        # Its thread is joined when the interpreter exits: one in the middle of a step would crash that.
+        self._thread = ThreadPoolExecutor(1, "rollstream-hf", self._set_threads)
 
-    @property
-    def cause(self) -> str:
-        """Why it serves nobody any more; "" while it serves."""
-        return str(self._error or "")
-
-    def start(self) -> None:
-        """Takes the memory of keys and values, and starts the thread. Blocks, also while weights change.
+    async def start(self) -> None:
+        """Takes the memory of keys and values, and begins to serve.
 
         Raises:
             EngineError: it cannot, with the cause.
         """
-        if self._model.begin_step(lambda: self._stopping):
-            try:
-                check_model(self._model.module, self._cache)
-            finally:
-                self._model.end_step()
-            self._thread.start()
+        async with self._model.lock:
+            await self._loop.run_in_executor(self._thread, check_model, self._model.module, self._cache)
+        self._serving = asyncio.create_task(self._serve(), name="rollstream-hf")
 
     async def generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> Completion:
         """Answers one request; cancelling this forgets it.
@@ -131,17 +121,21 @@ class Batch:
         Raises:
             EngineUnavailableError: there is no thread to serve it.
         """
-        if self._error is not None:
-            raise _unavailable(self.cause, self._error.__cause__)
-        future: asyncio.Future[Completion] = self._loop.create_future()
-        end_ids = self._model.end_ids(sampling)
-        draws = random.Random(sampling.seed)
-        request = _Request(request_id, prompt_ids, sampling, end_ids, future, draws)
+        if self.cause:
+            raise self._unavailable()
+        request = _Request(
+            request_id,
+            prompt_ids,
+            sampling,
+            self._model.end_ids(sampling),
+            self._loop.create_future(),
+            random.Random(sampling.seed),
+        )
         self._in_flight.add(request)
         self._waiting.append(request)
         self._work.set()
         try:
-            return await future
+            return await request.future
         finally:
             self._in_flight.discard(request)
 
@@ -163,20 +157,21 @@ class Batch:
         longest = max((request.longest for request in running), default=0)
         return EngineLoad(len(running), waiting, len(running) * longest / self._settings.cache_tokens, 0)
 
-    async def close(self) -> None:
-        """Fails what is in flight, ends the thread and frees its memory."""
-        self._fail("the engine was closed", None)
-        await finish_despite_cancellation(in_daemon_thread(self.stop))
-
     def stop(self) -> None:
-        """Ends the thread. Blocks for the step under way, but not for ever."""
+        """Ends after the step under way, from any thread."""
         self._stopping = True
-        self._work.set()
-        self._model.wake()
-        if self._thread.ident is not None:
-            self._thread.join(_STOP_TIMEOUT_S)
-        if not self._thread.is_alive():
-            self._cache.free()
+        self._thread.shutdown(wait=False)
+        if self._serving is not None:
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                self._loop.call_soon_threadsafe(self._serving.cancel)
+
+    async def close(self) -> None:
+        """Fails what is in flight, ends the thread after the step under way and frees its memory."""
+        self._fail("the engine was closed", None)
+        self.stop()
+        if self._serving is not None:
+            await finish_despite_cancellation(asyncio.wait((self._serving,)))
+        self._cache.free()
 
     def _give_up(self, requests: Iterable[_Request]) -> None:
         for request in requests:
@@ -185,36 +180,52 @@ class Batch:
             _answer(request, ended or request.completion(sampled, "abort", self._model.version))
 
     def _fail(self, cause: str, error: BaseException | None) -> None:
-        if self._error is None:
-            self._error = _unavailable(cause, error)
+        if not self.cause:
+            self.cause, self._error = cause, error
             for request in self._in_flight:
-                _answer(request, _unavailable(cause, error))  # each its own: an exception is raised once
+                _answer(request, self._unavailable())  # each its own: an exception is raised once
+
+    def _unavailable(self) -> EngineUnavailableError:
+        unavailable = EngineUnavailableError(self.cause)
+        unavailable.__cause__ = self._error
+        return unavailable
+
+    async def _serve(self) -> None:
+        try:
+            while True:
+                await self._work.wait()
+                async with self._model.lock:
+                    steps = self._loop.run_in_executor(self._thread, self._make_steps)
+                    try:
+                        answered = await asyncio.shield(steps)
+                    except asyncio.CancelledError:
+                        self._stopping = True
+                        await asyncio.wait((steps,))
+                        raise
+                for request, answer in answered:
+                    _answer(request, answer)
+                if not self._running and not self._waiting:
+                    self._work.clear()
+        except asyncio.CancelledError:
+            self._fail("the engine was closed", None)
+            raise
+        except BaseException as error:  # SystemExit, too: those who wait are to hear of it
+            self._cache.free()  # the error's traceback holds on to it
+            self._fail(f"the engine's thread ended: {type(error).__name__}: {error}", error)
 
     # The thread.
 
-    def _serve(self) -> None:
-        try:
-            if self._settings.num_threads:
-                torch.set_num_threads(self._settings.num_threads)  # OpenMP keeps it per thread
-            with torch.inference_mode():
-                while not self._stopping:
-                    self._work.clear()
-                    if not self._running and not self._waiting:
-                        self._work.wait()
-                    elif self._model.begin_step(lambda: self._stopping):
-                        try:
-                            answered = self._step()
-                        finally:
-                            self._model.end_step()
-                        if answered:
-                            self._tell_loop(_answer_all, answered)
-        except BaseException as error:  # SystemExit, too: those who wait are to hear of it
-            self._cache.free()  # the error's traceback holds on to it
-            self._tell_loop(self._fail, f"the engine's thread ended: {type(error).__name__}: {error}", error)
+    def _set_threads(self) -> None:
+        if self._settings.num_threads:
+            torch.set_num_threads(self._settings.num_threads)  # OpenMP keeps it per thread
 
-    def _tell_loop(self, function: Callable[..., None], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
-            self._loop.call_soon_threadsafe(function, *arguments)
+    def _make_steps(self) -> list[_Answered]:
+        with torch.inference_mode():
+            while self._running or self._waiting:
+                answered = self._step()
+                if answered or self._model.wanted or self._stopping:
+                    return answered
+        return []
 
     def _step(self) -> list[_Answered]:
         """One more token for each that runs, and the first one of some that wait."""
@@ -309,14 +320,3 @@ def _answer(request: _Request, answer: Completion | EngineError) -> None:
         request.future.set_exception(answer)
     else:
         request.future.set_result(answer)
-
-
-def _answer_all(answered: list[_Answered]) -> None:
-    for request, answer in answered:
-        _answer(request, answer)
-
-
-def _unavailable(cause: str, error: BaseException | None) -> EngineUnavailableError:
-    unavailable = EngineUnavailableError(cause)
-    unavailable.__cause__ = error
-    return unavailable

@@ -1,8 +1,10 @@
 """The model of the `hf` engine: loaded from a folder or lent by its owner, with weights that may change."""
 
+import asyncio
+import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,10 @@ class LiveModel:
         self.module = (_share_weights(module) if lent else module).eval()
         self.version = 0
         """Of the weights; changes while no step runs."""
-        self._condition = threading.Condition()
-        self._changes = 0
-        self._stepping = False
+        self.lock = asyncio.Lock()
+        """Held by steps of the engine, or a change."""
+        self.wanted = 0
+        """Changes that hold the lock or wait for it."""
         config = self.module.config
         if config._attn_implementation not in ATTENTION:
             self.module.set_attn_implementation(ATTENTION[0])
@@ -47,39 +50,15 @@ class LiveModel:
         self.max_model_len: int | None = getattr(config, "max_position_embeddings", None)
         self.vocab_size: int = self.module.get_input_embeddings().weight.shape[0]
 
-    def begin_step(self, stopping: Callable[[], bool]) -> bool:
-        """Blocks while weights change, and keeps them until `end_step`; False, and not, when it is `stopping`."""
-        with self._condition:
-            self._condition.wait_for(lambda: not self._changes or stopping())
-            self._stepping = not stopping()
-            return self._stepping
-
-    def end_step(self) -> None:
-        """Weights may change."""
-        with self._condition:
-            self._stepping = False
-            self._condition.notify_all()
-
-    def begin_change(self) -> None:
-        """No further step begins until `end_change`. One may be under way: see `wait_for_step`."""
-        with self._condition:
-            self._changes += 1
-
-    def wait_for_step(self) -> None:
-        """Blocks until no step runs."""
-        with self._condition:
-            self._condition.wait_for(lambda: not self._stepping)
-
-    def end_change(self) -> None:
-        """Steps go on, unless another change has begun."""
-        with self._condition:
-            self._changes -= 1
-            self._condition.notify_all()
-
-    def wake(self) -> None:
-        """Has `begin_step` ask again whether it is stopping."""
-        with self._condition:
-            self._condition.notify_all()
+    @contextlib.asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        """No step runs inside it, and none begins once it is asked for."""
+        self.wanted += 1
+        try:
+            async with self.lock:
+                yield
+        finally:
+            self.wanted -= 1
 
     def end_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """Ids that end a generation."""

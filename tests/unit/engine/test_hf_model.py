@@ -1,6 +1,5 @@
 """Sharing a model with its owner, which weights fit it, and when they may change."""
 
-import threading
 from typing import Any
 
 import pytest
@@ -55,30 +54,3 @@ def test_weights_that_fit_and_weights_that_do_not(module: Any) -> None:
     ]:
         with pytest.raises(EngineError, match=message):
             live.match(wrong)
-
-
-def test_a_change_waits_for_the_step_and_holds_the_next_one(module: Any) -> None:
-    live = LiveModel(module)
-    stopping = threading.Event()
-    assert live.begin_step(stopping.is_set)
-    live.begin_change()
-    waits = threading.Thread(target=live.wait_for_step)
-    waits.start()
-    assert waits.is_alive()
-    live.end_step()
-    waits.join(30)
-    assert not waits.is_alive()
-    begun: list[bool] = []
-    steps = threading.Thread(target=lambda: begun.append(live.begin_step(stopping.is_set)))
-    steps.start()
-    live.begin_change()  # another one
-    live.end_change()
-    assert steps.is_alive()
-    live.end_change()
-    steps.join(30)
-    assert begun == [True]
-    live.end_step()
-    live.begin_change()
-    stopping.set()
-    live.wake()
-    assert not live.begin_step(stopping.is_set)
