@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
+import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
@@ -48,26 +49,18 @@ _REFUSALS: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
 
 
 class BufferServer:
-    """A buffer over HTTP.
-
-    Args:
-        options: Of the buffer.
-        access: Who may send requests.
-        limits: What clients can make the server hold.
-    """
+    """A buffer over HTTP."""
 
     def __init__(self, options: BufferOptions, access: Access, limits: ServerLimits | None = None) -> None:
         self.service = Service(options, access.token)
-        self._registry = CollectorRegistry()
-        self._seconds = Histogram(
-            f"{_PREFIX}request_seconds", "Of a request, waiting included", ["route"], registry=self._registry
-        )
-        self._requests = Counter(
-            f"{_PREFIX}http_requests", "Requests answered", ["route", "status"], registry=self._registry
-        )
+        self._registry = registry = CollectorRegistry()
+        text = "Of a request, waiting included"
+        seconds = Histogram(f"{_PREFIX}request_seconds", text, ["route"], registry=registry)
+        text = "Requests answered"
+        requests = Counter(f"{_PREFIX}http_requests", text, ["route", "status"], registry=registry)
         # Looking a label up takes ten times as long as counting.
         self._metrics_of = functools.cache(
-            lambda path, status: (self._requests.labels(path, status), self._seconds.labels(path))
+            lambda path, status: (requests.labels(path, status), seconds.labels(path))
         )
         slime = plugins.load("rollstream.generators", "slime")
         self._routes = [
@@ -130,33 +123,18 @@ class BufferServer:
 
     async def _metrics(self, request: Request) -> web.Response:
         stats = await self.service.store.stats()
-        figures: tuple[tuple[str, str, float | dict[str, int], str], ...] = (
-            ("items_written_total", "Items stored so far", stats.items_written, ""),
-            ("items_delivered_total", "Items of acked groups", stats.items_delivered, ""),
-            ("groups_delivered_total", "Groups acked", stats.groups_delivered, ""),
-            ("items_dropped_total", "Items that left undelivered", stats.items_dropped, "reason"),
-            ("groups_dropped_total", "Groups that left undelivered", stats.groups_dropped, "reason"),
-            ("items", "Items that have not left", stats.items, ""),
-            ("groups", "Groups that have not left", stats.groups, "state"),
-            ("leases", "Leases that are out", stats.leases, ""),
-            ("oldest_ready_seconds", "Age of the next ready group", stats.oldest_ready_s, ""),
-            ("disk_bytes", "Of the database", stats.disk_bytes, ""),
-            ("disk_full", "1 while items are refused for want of room", int(stats.disk_full), ""),
-            ("archive_bytes", "Of items that have left", stats.archive_bytes, ""),
-            (
-                "replaced_surrogates_total",
-                "Halves of surrogate pairs in requests that became U+FFFD",
-                request.replaced_surrogates_in_all,
-                "",
-            ),
-            ("held_writes", "Writes that wait for room", self.service.held_writes, ""),
-            ("waiting_reads", "Reads that wait for groups", self.service.reads.waiting, ""),
-        )
-        counts = CollectorRegistry()
+        figures = msgspec.structs.asdict(stats)
         rewards = SummaryMetricFamily(f"{_PREFIX}reward", "Rewards as they were written", labels=["items"])
-        rewards.add_metric(["written"], stats.scored_written, stats.reward_written)
-        rewards.add_metric(["delivered"], stats.scored_delivered, stats.reward_delivered)
-        counts.register(_Families([rewards, *(_family(*figure) for figure in figures)]))
+        for which in ("written", "delivered"):
+            rewards.add_metric([which], figures.pop(f"scored_{which}"), figures.pop(f"reward_{which}"))
+        figures |= {
+            "oldest_ready_seconds": figures.pop("oldest_ready_s"),
+            "replaced_surrogates": request.replaced_surrogates_in_all,
+            "held_writes": self.service.held_writes,
+            "waiting_reads": self.service.reads.waiting,
+        }
+        counts = CollectorRegistry()
+        counts.register(_Families([rewards, *(_family(name, value) for name, value in figures.items())]))
         text = generate_latest(counts) + generate_latest(self._registry)
         return web.Response(body=text, headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -169,9 +147,12 @@ class _Families:
         return self._families
 
 
-def _family(name: str, text: str, value: float | dict[str, int], label: str) -> Metric:
-    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-    family = kind(f"{_PREFIX}{name.removesuffix('_total')}", text, labels=[label] if label else [])
+def _family(name: str, value: float | dict[str, int]) -> Metric:
+    """A figure of `Stats`, or of the server."""
+    only_grows = name.endswith(("_written", "_delivered", "_dropped", "_surrogates"))
+    label = [] if not isinstance(value, dict) else ["state" if name == "groups" else "reason"]
+    kind = CounterMetricFamily if only_grows else GaugeMetricFamily
+    family = kind(f"{_PREFIX}{name}", name.replace("_", " "), labels=label)
     for key, number in value.items() if isinstance(value, dict) else [("", value)]:
         family.add_metric([key] if label else [], number)
     return family

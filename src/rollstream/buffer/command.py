@@ -42,35 +42,28 @@ ASK_CODES = """0 printed; 2 wrong usage, or no buffer's folder; 1 the server doe
 such group, or the database is damaged.
 """
 
-_LEAST = {"max_groups_per_read": 1, "max_buffer_size": 1, "archive_bytes": 0}
-
 STATES = ("open", "judging", "ready", "leased", "quarantined", "delivered", "dropped")
 """The states of a group."""
 
-_SECONDS = (0.1, 30 * 86_400)
-"""The least and the most of --lease-seconds and --hook-seconds."""
-
-
-def _adder(parser: Any) -> Callable[..., None]:
-    def add(flag: str, kind: Any, metavar: str, text: str, default: Any = None, **more: Any) -> None:
-        said = "" if default in (None, []) else " (default: %(default)s)"
-        parser.add_argument(flag, type=kind, metavar=metavar, default=default, help=text + said, **more)
-
-    return add
-
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    add = _adder(parser)
-    add("--dir", Path, "DIR", "where everything is kept; made if it is not there", required=True)
+    place: Any = parser
+
+    def add(flag: str, kind: Any, metavar: str, text: str, default: Any = None, **more: Any) -> None:
+        shown = "" if default in (None, []) else " (default: %(default)s)"
+        place.add_argument(flag, type=kind, metavar=metavar, default=default, help=text + shown, **more)
+
+    several = {"action": "append", "default": []}
+    text = "where everything is kept; made if it is not there"
+    add("--dir", Path, "DIR", text, required=True, dest="directory")
     add("--host", str, "HOST", "address to listen on", "127.0.0.1")
     add("--port", int, "PORT", "slime's by default; 0 takes a free one", 8889)
     parser.add_argument("--json", action="store_true", help='print {"url", "pid"} when ready')
     add("--store", str, "URL", "postgresql://… keeps items there; --dir has the logs then (default: SQLite)")
 
-    group = parser.add_argument_group("who may come in, and what a job may name")
-    add, several = _adder(group), {"action": "append", "default": []}
+    place = parser.add_argument_group("who may come in, and what a job may name")
     add("--token-file", Path, "FILE", "its first line is what clients have to show")
-    group.add_argument("--insecure", action="store_true", help="listen beyond loopback without a token")
+    place.add_argument("--insecure", action="store_true", help="listen beyond loopback without a token")
     add("--allow-host", str, "NAME", "a further name of this server", **several)
     text = "folder with input files of jobs (default: the working directory)"
     add("--inputs", Path, "DIR", text, **several)
@@ -78,8 +71,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--engines", str, "URL", text, **several)
     add("--tools", Path, "FILE", "tool file; jobs choose from it by name")
 
-    group = parser.add_argument_group("groups; a job's payload may say otherwise for its own")
-    add = _adder(group)
+    place = parser.add_argument_group("groups; a job's payload may say otherwise for its own")
     text = "folder of *_generator.py files, or builtin; more than once, too"
     add("--generators", str, "DIR", text, **several)
     add("--group-size", int, "N", "items of a group", 16)
@@ -91,17 +83,16 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     ):
         add(f"--{name}", float, "X", text, default)
     text = "hand groups out as they were written: any reward, nothing changed"
-    group.add_argument("--raw", action="store_true", help=text)
+    place.add_argument("--raw", action="store_true", help=text)
     text = "for slime's trainer: its rollout_batch_size; a read of its route gives so many or none"
     add("--max-groups-per-read", int, "N", text)
     add("--hook-seconds", float, "S", "time limit of a hook", 60.0)
 
-    add = _adder(parser.add_argument_group("limits"))
+    place = parser.add_argument_group("limits")
     add("--max-buffer-size", int, "ITEMS", "writes wait beyond it", 10**9)
     text = "of delivered and dropped items that can still be looked at"
     add("--archive-bytes", int, "BYTES", text, 2**30)
-    text = "until groups that were handed out and not acked go back"
-    add("--lease-seconds", float, "S", text, 600.0)
+    add("--lease-seconds", float, "S", "until groups that were handed out and not acked go back", 600.0)
 
 
 def _add_where(parser: argparse.ArgumentParser) -> None:
@@ -111,16 +102,14 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     _add_where(parser)
-    parser.add_argument(
-        "group", nargs="?", type=_number, metavar="GROUP", help="number of a group: its items"
-    )
+    text = "number of a group: its items"
+    parser.add_argument("group", nargs="?", type=_number, metavar="GROUP", help=text)
     parser.add_argument("--state", choices=STATES)
     parser.add_argument("--task", metavar="TASK")
     parser.add_argument("--job", metavar="ID")
     parser.add_argument("--limit", type=_number, default=20, metavar="N", help="(default: %(default)s)")
-    parser.add_argument(
-        "--after", type=partial(_number, least=0), default=0, metavar="GROUP", help="go on behind this number"
-    )
+    text = "go on behind this number"
+    parser.add_argument("--after", type=partial(_number, least=0), default=0, metavar="GROUP", help=text)
 
 
 def _number(text: str, least: int = 1) -> int:
@@ -141,32 +130,22 @@ def serve(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"rollstream buffer needs {error.name}: pip install 'rollstream[buffer]'"
         ) from error
+    import msgspec
+
     from rollstream.buffer.groups import GroupSettings
     from rollstream.buffer.service import BufferOptions
-    from rollstream.buffer.store.base import Limits
     from rollstream.web import Access
 
-    for name, least in _LEAST.items():
-        if (value := getattr(options, name)) is not None and value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}, want {least} or more")
-    for name in ("lease_seconds", "hook_seconds"):
-        if not _SECONDS[0] <= (value := getattr(options, name)) <= _SECONDS[1]:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}, want {_SECONDS[0]} to {_SECONDS[1]}")
-    settings = GroupSettings().changed(vars(options))
-    _check_folder(options.dir)
-    buffer = BufferOptions(
-        directory=options.dir,
-        store=options.store,
-        generators=tuple(options.generators),
-        inputs=tuple(options.inputs),
-        engines=tuple(options.engines),
-        tools=options.tools,
-        settings=settings,
-        limits=Limits(items=options.max_buffer_size, archive_bytes=options.archive_bytes),
-        max_groups_per_read=options.max_groups_per_read,
-        lease_seconds=options.lease_seconds,
-        hook_seconds=options.hook_seconds,
-    )
+    values = vars(options)
+    limits = {"items": options.max_buffer_size, "archive_bytes": options.archive_bytes}
+    more = {"settings": GroupSettings().changed(values), "limits": limits}
+    try:
+        buffer = msgspec.convert({**values, **more}, BufferOptions)
+    except msgspec.ValidationError as error:
+        text, _, name = str(error).rstrip("`").partition(" - at `$.")
+        name = {"limits.items": "max_buffer_size"}.get(name, name.removeprefix("limits."))
+        raise ConfigError(f"--{name.replace('_', '-')}: {text}") from None
+    _check_folder(options.directory)
     access = Access(
         token=read_token(options.token_file),
         allowed_hosts=frozenset(options.allow_host),
@@ -185,9 +164,9 @@ async def _serve(server: "BufferServer", options: argparse.Namespace) -> None:
 
     from rollstream.stop_signals import stop_signals
 
-    asked = asyncio.ensure_future(stop_signals(GRACE_S).requested.wait())
+    stopping = asyncio.ensure_future(stop_signals(GRACE_S).requested.wait())
     starting = asyncio.ensure_future(server.start(options.host, options.port))
-    await asyncio.wait({asked, starting}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({stopping, starting}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():  # a generator file may hang
         starting.cancel()
         await asyncio.wait({starting})
@@ -198,7 +177,7 @@ async def _serve(server: "BufferServer", options: argparse.Namespace) -> None:
     line = orjson.dumps({"url": url, "pid": os.getpid()}).decode() if options.json else f"buffer at {url}"
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-    await asked
+    await stopping
     logging.getLogger(__name__).info("stopping")
     await server.stop(GRACE_S)
 
@@ -219,14 +198,9 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(f"--dir {folder} is not a folder")
     if not folder.is_dir() or (folder / "buffer.lock").exists():
         return
-    strange = sorted(
-        one.name for one in folder.iterdir() if not one.name.startswith(".") and one.name != "lost+found"
-    )
-    if strange:
-        raise ConfigError(
-            f"--dir {folder} is not a buffer's folder and not empty: it has {', '.join(strange[:3])}"
-            f"{', …' if len(strange) > 3 else ''}. Give a new or empty folder, or that of an earlier buffer"
-        )
+    for path in sorted(folder.iterdir()):
+        if not path.name.startswith(".") and path.name != "lost+found":
+            raise ConfigError(f"--dir {folder} is not a buffer's folder and not empty: it has {path.name}")
 
 
 def read_token(path: Path | None) -> str | None:
@@ -248,29 +222,24 @@ def read_token(path: Path | None) -> str | None:
 
 def status(options: argparse.Namespace) -> int:
     """Prints what is in a buffer."""
-    found = _ask(options, lambda buffer: buffer.stats())
+    answer = _ask(options, lambda buffer: buffer.stats())
     if options.json:
-        return _print_json(found)
-    stats, job = found["store"], found["job"]
+        return _print_json(answer)
+    stats, job = answer["store"], answer["job"]
     groups = ", ".join(f"{count} {state}" for state, count in stats["groups"].items())
-    whole = {reason: f" in {count} groups" for reason, count in stats["groups_dropped"].items()}
-    dropped = ", ".join(
-        f"{count} {reason}{whole.get(reason, '')}" for reason, count in stats["items_dropped"].items()
-    )
+    dropped = ", ".join(f"{count} {reason}" for reason, count in stats["items_dropped"].items())
     rewards = ", ".join(
         f"mean of {stats[f'scored_{which}']} {which} {stats[f'reward_{which}'] / stats[f'scored_{which}']:.3f}"
         for which in ("written", "delivered")
         if stats[f"scored_{which}"]
     )
-    waited = f"; the first group in line has waited {stats['oldest_ready_s']:.0f} s"
-    waited *= stats["groups"]["ready"] > 0
     lines = [
         f"groups   {groups}; {stats['groups_delivered']} delivered",
         f"items    {stats['items_written']} written: {stats['items']} here, {stats['items_delivered']} delivered, "
         f"{sum(stats['items_dropped'].values())} dropped",
         f"dropped  {dropped or 'none'}",
         f"rewards  {rewards or 'none'}",
-        f"leases   {stats['leases']} out{waited}",
+        f"leases   {stats['leases']} out; the first ready group has waited {stats['oldest_ready_s']:.0f} s",
         f"disk     {stats['disk_bytes'] / 1e6:.1f} MB; items that have left: {stats['archive_bytes'] / 1e6:.1f} MB",
     ]
     if stats["disk_full"]:
@@ -281,7 +250,7 @@ def status(options: argparse.Namespace) -> int:
         why = f"; last error: {job['error']}" if job["error"] else ""
         written = f"{stats['items_of_job']} items{expected}{why}"
         lines.append(f"job      {job['id']} of task {job['task_type']!r}: {job['state']}, {written}")
-    lines += [f"failing  {one['message']}" for one in found.get("failures", ())]
+    lines += [f"failing  {failure['message']}" for failure in answer.get("failures", ())]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
@@ -290,32 +259,28 @@ def show(options: argparse.Namespace) -> int:
     """Prints groups, or the items of a group."""
     if options.group is None:
         which = {"state": options.state, "task_type": options.task, "job": options.job}
-
-        async def listed(buffer: Any) -> tuple[Any, bool]:
-            found = await buffer.groups(**which, after=options.after, limit=options.limit)
-            full = len(found) == options.limit
-            return found, full and bool(await buffer.groups(**which, after=found[-1]["id"], limit=1))
-
-        found, more = _ask(options, listed)
+        limit = min(options.limit, 9_999)
+        # One more than is printed tells whether there are more.
+        groups = _ask(options, lambda buffer: buffer.groups(**which, after=options.after, limit=limit + 1))
         if options.json:
-            return _print_json(found)
-        sys.stdout.writelines(f"{printable(_line(group))}\n" for group in found)
-        if more:
-            sys.stderr.write(f"and more: --after {found[-1]['id']}\n")
+            return _print_json(groups[:limit])
+        sys.stdout.writelines(f"{printable(_line(group))}\n" for group in groups[:limit])
+        if len(groups) > limit:
+            sys.stderr.write(f"and more: --after {groups[limit - 1]['id']}\n")
         return 0
-    found = _ask(options, lambda buffer: buffer.group(options.group))
+    whole = _ask(options, lambda buffer: buffer.group(options.group))
     if options.json:
-        return _print_json(found)
-    lines = [_line(found["group"])]
-    for item in found["items"]:
+        return _print_json(whole)
+    lines = [_line(whole["group"])]
+    for item in whole["items"]:
         lines.append(f"--- {item.get('uid')}  reward {item.get('reward')}")
         lines += [f"[{message.get('role')}] {message.get('content')}" for message in item["messages"]]
         if (failure := item["extra_info"].get("failure")) is not None:
             if isinstance(failure, dict):
                 failure = ": ".join(str(failure[key]) for key in ("stage", "error") if failure.get(key))
             lines.append(f"its rollout failed: {failure}")
-    if found.get("problem"):
-        lines.append(f"its items cannot be shown: {found['problem']}")
+    if whole.get("problem"):
+        lines.append(f"its items cannot be shown: {whole['problem']}")
     sys.stdout.write(printable("\n".join(lines)) + "\n")
     return 0
 
@@ -370,9 +335,8 @@ def buffer_address(place: Path) -> str | None:
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """Options that choose from a buffer's groups."""
     group = parser.add_argument_group("of a buffer", "DIR may be its folder, or the URL of its server")
-    group.add_argument(
-        "--state", choices=STATES, help="of a buffer, only groups in this state (default: all)"
-    )
+    text = "of a buffer, only groups in this state (default: all)"
+    group.add_argument("--state", choices=STATES, help=text)
     group.add_argument("--job", metavar="ID", help="of a buffer, only groups of this job")
 
 

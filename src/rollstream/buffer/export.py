@@ -76,20 +76,9 @@ def buffer_as_run(
 ) -> Iterator[BufferRun]:
     """A temporary run directory of what a buffer holds now, with one batch, whose rows are sorted as an artifact's.
 
-    One group at a time is in memory.
-
-    Args:
-        address: the buffer's folder, with or without its server, or the server's URL.
-        state: of the groups that are wanted; None: all.
-        job: of the groups that are wanted; None: all.
-        parent: where it is made; None: the machine's temporary folder.
-
-    Raises:
-        RunDirectoryError: it is not a buffer's folder.
-        BufferClientError: the server refuses.
-        BufferUnavailableError: the server does not answer.
-        DamageError: the database is damaged.
-        StorageError: the disk is full.
+    One group at a time is in memory. `address` is the buffer's folder, with or without its server, or the server's
+    URL; `state` and `job` are those of the groups that are wanted. It is made in `parent`, by default the machine's
+    temporary folder. Raises `RunDirectoryError` where there is no buffer, and what reading it and writing raise.
     """
     with ScratchFolder("buffer", parent) as folder, asyncio.Runner() as runner:
 
@@ -116,19 +105,9 @@ def export_buffer(
 ) -> tuple[Export, BufferRun]:
     """Writes a buffer's trajectories in a format, and says what was written of what.
 
-    Args:
-        address: the buffer's folder, or its server's URL.
-        name: the format.
-        output: the file or folder to write; by default that of the format in the buffer's folder.
-        options: of the format, see `ExportCall`.
-        force: overwrite an existing `output`.
-        state: of the groups that are wanted; None: all.
-        job: of the groups that are wanted; None: all.
-
-    Raises:
-        ConfigError: `output` must not be written, or the format cannot hold these trajectories.
-        RunDirectoryError: it is not a buffer's folder, or there is no such item.
-        RollstreamError: as of `buffer_as_run`.
+    `output` is by default the format's name in the buffer's folder; `options` are those of the format. Raises
+    `ConfigError` where `output` must not be written or the format cannot hold these trajectories, and what
+    `buffer_as_run` raises.
     """
     root = Path(address)
     if output is None and not root.is_dir():
@@ -160,19 +139,10 @@ class _Writer:
         manifest = new_manifest(n=1, identity=identity, dataset={}, versions=versions, config={})
         paths.batches.mkdir()
         paths.failures.mkdir()
-        failures, codec = list[bytes](), RecordCodec()
-
-        def rollouts() -> Iterator[RolloutRecord]:
-            for record in self._records():
-                if isinstance(record, RolloutRecord):
-                    yield record
-                else:
-                    self._counts["failed"] += 1
-                    body = codec.encode_failure(record)
-                    failures.append(encode_frame(record.index, record.repeat, 0, body))
-
+        failures = list[bytes]()
         try:
-            write_tables_durably(paths.batch(0), _tables(rollouts()), batch_metadata(manifest.run_id_bytes))
+            tables = _tables(self._rollouts(failures))
+            write_tables_durably(paths.batch(0), tables, batch_metadata(manifest.run_id_bytes))
             journal = JournalFile(paths.failures / "000000.rsj", manifest.run_id_bytes)
             journal.append_durably(b"".join(failures))
             journal.close()
@@ -180,9 +150,19 @@ class _Writer:
             raise StorageError(f"cannot write to {paths.root}: {error.strerror or error}") from error
         manifest = msgspec.structs.replace(manifest, n=max(1, self._counts["largest"]))
         write_manifest(paths.root, manifest)
-        return BufferRun(paths, manifest, self._counts["items"], self._notes(), self._damage)
+        items = self._counts["items"]
+        lines = {
+            "gone": "groups have left, and their items are not kept any more (--archive-bytes)",
+            "failed": f"of {items} items are of rollouts that failed: they are no rows",
+            "text": f"of {items} items have messages and no tokens",
+            "unmasked": "items have response_ids and no response_mask: their tokens are left out",
+        }
+        notes = [f"{self._counts[name]} {line}" for name, line in lines.items() if self._counts[name]]
+        return BufferRun(paths, manifest, items, notes, self._damage)
 
-    def _records(self) -> Iterator[RolloutRecord | Failure]:
+    def _rollouts(self, failures: list[bytes]) -> Iterator[RolloutRecord]:
+        """The rollouts; failed ones become frames of the journal of failures."""
+        codec = RecordCodec()
         for group in self._groups():
             content = (
                 self._runner.run(self._buffer.group(group["id"])) if group["bytes"] else {"group": group}
@@ -197,7 +177,12 @@ class _Writer:
             for repeat, item in enumerate(content["items"]):
                 record = _record(group, item, repeat)
                 self._counts["items"] += 1
-                if isinstance(record, RolloutRecord) and not record.trajectories[-1].prompt_ids:
+                if isinstance(record, Failure):
+                    self._counts["failed"] += 1
+                    body = codec.encode_failure(record)
+                    failures.append(encode_frame(record.index, record.repeat, 0, body))
+                    continue
+                if not record.trajectories[-1].prompt_ids:
                     self._counts["text"] += 1
                     self._counts["unmasked"] += bool(item.get("response_ids"))
                 yield record
@@ -210,16 +195,6 @@ class _Writer:
             after = groups[-1]["id"]
             if all(group["position"] > written for group in groups):
                 return
-
-    def _notes(self) -> list[str]:
-        items = self._counts["items"]
-        lines = {
-            "gone": "groups have left, and their items are not kept any more (--archive-bytes)",
-            "failed": f"of {items} items are of rollouts that failed: they are no rows",
-            "text": f"of {items} items have messages and no tokens",
-            "unmasked": "items have response_ids and no response_mask: their tokens are left out",
-        }
-        return [f"{self._counts[name]} {line}" for name, line in lines.items() if self._counts[name]]
 
 
 def _tables(rollouts: Iterable[RolloutRecord]) -> Iterator[pa.Table]:

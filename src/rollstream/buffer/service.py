@@ -9,11 +9,11 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 
 from rollstream import plugins
 from rollstream.buffer.groups import GroupSettings, summarize_rewards
@@ -42,6 +42,8 @@ from rollstream.web import HTTPError
 
 _LOG = logging.getLogger(__name__)
 
+_Seconds = Annotated[float, Meta(ge=0.1, le=30 * 86_400)]
+
 _SWEEP_S: Final = 0.5
 
 _ROOM_S: Final = 1.0
@@ -64,8 +66,7 @@ _NOT_READY: Final[Mapping[GroupState, str]] = {
 """Why groups of a state cannot be read, in words for one of them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BufferOptions:
+class BufferOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a buffer is set up; see `rollstream buffer serve --help`."""
 
     directory: Path
@@ -75,11 +76,11 @@ class BufferOptions:
     inputs: tuple[Path, ...] = ()
     engines: tuple[str, ...] = ()
     tools: Path | None = None
-    settings: GroupSettings = field(default_factory=GroupSettings)
-    limits: Limits = field(default_factory=Limits)
-    max_groups_per_read: int | None = None
-    lease_seconds: float = 600.0
-    hook_seconds: float = 60.0
+    settings: GroupSettings = GroupSettings()
+    limits: Limits = Limits()
+    max_groups_per_read: Annotated[int, Meta(ge=1)] | None = None
+    lease_seconds: _Seconds = 600.0
+    hook_seconds: _Seconds = 60.0
 
 
 class Service:

@@ -121,17 +121,12 @@ def test_status_and_show(tmp_path: Path, capsys: Capture) -> None:
             "extra_info": {"failure": {"error": "engine\x1b[2J away", "stage": "generate", "attempts": 3}}
         }
         assert server.post(f"/v1/jobs/{job}/expected", {"items": 3})[0] == 200
-        assert "leases   0 out\n" in printed("status", server.url)
         items = [*group("good", (0, 1)), *group("bad", (1, 1)), item("open", -1, **failed)]
         items.append(item("own", -1, extra_info={"failure": {"error": "sandbox died"}}))
         assert server.post("/v1/items", {"items": items})[0] == 200
         for where in (server.url, str(server.folder)):
             said = printed("status", where)
-            assert (
-                "2 open" in said
-                and "2 equal_rewards in 1 groups\n" in said
-                and f"{job} of task 'math'" in said
-            )
+            assert "2 open" in said and "2 equal_rewards\n" in said
             shown = printed("show", where)
             assert len(shown.splitlines()) == 4 and "'good'" in shown and "rewards 1 1" in shown
             assert listed(where, "--state", "open", "--task", "math", "--job", job) == 2
@@ -144,7 +139,6 @@ def test_status_and_show(tmp_path: Path, capsys: Capture) -> None:
             assert [one["uid"] for one in found["items"]] == ["'bad'-0", "'bad'-1"]
             assert r"its rollout failed: generate: engine\x1b[2J away" in printed("show", where, "3")
             assert "its rollout failed: sandbox died" in printed("show", where, "4")
-            assert "leases   0 out; the first group in line has waited" in said
             assert "6 written: 4 here, 0 delivered, 2 dropped\n" in said
             assert f"{job} of task 'math': running, 6 items, its generator writes 3\n" in said
             for wrong in (["0"], ["99999999999999999999"], ["--limit", "-1"], ["--after", str(2**63)]):

@@ -11,9 +11,10 @@ The life of a group:
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from rollstream.buffer.groups import GroupSettings
 from rollstream.buffer.items import InstanceId
@@ -187,9 +188,9 @@ class Policy(Protocol):
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """How much a store keeps."""
 
-    items: int = 1_000_000_000
+    items: Annotated[int, Meta(ge=1)] = 1_000_000_000
     """Items that have not left; beyond it writes raise `BufferFullError`."""
-    archive_bytes: int = 2**30
+    archive_bytes: Annotated[int, Meta(ge=0)] = 2**30
     """Items that have left and can still be looked at."""
     remembered_uids: int = 1_000_000
     """Items that left last. Those of the last job are all remembered, as are those in the archive."""
