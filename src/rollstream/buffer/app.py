@@ -115,7 +115,8 @@ class BufferServer:
     async def _ready(self, request: Request) -> Any:
         if self.service.closing:
             raise closing_error()
-        await self.service.store.check_writable()
+        if (await self.service.store.stats()).disk_full:
+            raise StorageFullError("the disk has no room for items; reads and acks go on")
         return {"status": "ready"}
 
     async def _openapi(self, request: Request) -> Any:

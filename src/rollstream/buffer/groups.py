@@ -8,7 +8,7 @@ room (see each function). Hooks of a generator file may call them.
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Final, NamedTuple, Protocol
+from typing import Annotated, Any, Final, Literal, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -295,7 +295,7 @@ class StoredItem(NamedTuple):
 
 
 class Hooks(Protocol):
-    """Calls the hooks of a task's generator file. Calls raise `HookError`."""
+    """Calls the hooks of generator files."""
 
     @property
     def files(self) -> Mapping[str, Any]:
@@ -304,23 +304,16 @@ class Hooks(Protocol):
     def overridden(self, task_type: str) -> frozenset[str]:
         """Names of a task's own hooks."""
 
-    async def judge(
-        self, task_type: str, instance_id: InstanceId, items: Any, settings: GroupSettings, timed_out: bool
-    ) -> Verdict: ...
-
-    async def finish(
+    async def call(
         self,
+        call: Literal["judge", "finish", "meta_info"],
         task_type: str,
-        instance_id: InstanceId,
-        items: Any,
         settings: GroupSettings,
-        timed_out: bool,
-        encoding: Encoding,
-    ) -> list[bytes]: ...
-
-    async def meta_info(
-        self, task_type: str, groups: Sequence[tuple[InstanceId, Any]], settings: GroupSettings
-    ) -> dict[str, Any]: ...
+        groups: Sequence[tuple[InstanceId, Sequence[StoredItem]]],
+        timed_out: bool = False,
+        encoding: Encoding = "json",
+    ) -> Any:
+        """Gives a verdict, the bodies of a group as it is handed out, or JSON. Raises `HookError`."""
 
 
 def finish_group(

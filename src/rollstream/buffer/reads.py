@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, NamedTuple, TypeVar
 
+import orjson
 from aiohttp import web
 from msgspec.structs import replace
 
@@ -28,7 +29,7 @@ from rollstream.buffer.groups import (
     finish_group,
     summarize_rewards,
 )
-from rollstream.buffer.items import Encoding, dump_list
+from rollstream.buffer.items import Encoding, InstanceId, dump_list
 from rollstream.buffer.store.base import Change, Group, JobRecord, Judged, Removal, Taken, Wanted
 from rollstream.buffer.store.sql import SqlStore
 from rollstream.errors import ConflictError, RollstreamError
@@ -265,8 +266,8 @@ class Reads:
             settings = self.settings(group)
             if settings.raw or not self._hooks.overridden(group.task) & FINISHING:
                 return wanted, finish_group(items, settings, wanted)
-            return wanted, await self._hooks.finish(
-                group.task, group.instance_id, _stored(items), settings, group.timed_out, wanted
+            return wanted, await self._hooks.call(
+                "finish", group.task, settings, [(group.instance_id, items)], group.timed_out, wanted
             )
 
         done, removals = await self._each("finish", part, call)
@@ -347,10 +348,10 @@ class Reads:
             return False
 
         async def call(group: Group, items: list[StoredItem]) -> tuple[int, Verdict]:
-            verdict = await self._hooks.judge(
-                group.task, group.instance_id, _stored(items), self.settings(group), group.timed_out
+            verdict = await self._hooks.call(
+                "judge", group.task, self.settings(group), [(group.instance_id, items)], group.timed_out
             )
-            return len(items), verdict
+            return len(items), Verdict(*verdict)
 
         done, removals = await self._each("judge", parts_of(groups)[0], call)
         await self._store.judge([Judged(group.id, n, *verdict) for group, (n, verdict) in done], removals)
@@ -382,7 +383,7 @@ class Reads:
         return {**meta, "dropped_groups": dropped, "finished_groups": finished}, reported
 
     async def _own_meta_info(self, gone: Sequence[Group], first: Group) -> dict[str, Any]:
-        given: list[tuple[Any, list[tuple[Encoding, bytes]]]] = []
+        given: list[tuple[InstanceId, list[StoredItem]]] = []
         room = _META_BYTES
         for part in parts_of([group for group in gone if group.task == first.task and group.bytes > 0]):
             room -= sum(group.bytes for group in part)
@@ -392,8 +393,11 @@ class Reads:
             for group in part:
                 items = loaded[group.id]
                 if not isinstance(items, str):
-                    given.append((group.instance_id, _stored(items)))
-        return await self._hooks.meta_info(first.task, given, self.settings(first))
+                    given.append((group.instance_id, items))
+        meta: dict[str, Any] = orjson.loads(
+            await self._hooks.call("meta_info", first.task, self.settings(first), given)
+        )
+        return meta
 
 
 class Answer:
@@ -448,10 +452,6 @@ class Answer:
         await self._response.write(data[-1:])
         await self._response.write_eof()
         return self._response
-
-
-def _stored(items: Sequence[StoredItem]) -> list[tuple[Encoding, bytes]]:
-    return [(item.encoding, item.body) for item in items]
 
 
 def parts_of(groups: Sequence[Group]) -> list[list[Group]]:

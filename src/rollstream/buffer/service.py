@@ -26,7 +26,7 @@ from rollstream.buffer.items import (
     split_batch,
 )
 from rollstream.buffer.reads import Reads, Scope, TaskPolicy
-from rollstream.buffer.store.base import Change, Group, GroupState, Limits, Taken
+from rollstream.buffer.store.base import Change, Group, Limits, Taken
 from rollstream.buffer.store.sql import Database, SqlStore
 from rollstream.buffer.store.sqlite import SqliteDatabase
 from rollstream.errors import (
@@ -58,12 +58,12 @@ _MANY_NUMBERS: Final = 2**15
 _PARSE_S: Final = 60.0
 """For that process to parse one item."""
 
-_NOT_READY: Final[Mapping[GroupState, str]] = {
-    "open": "instance {0.instance_id!r} has {0.n} of its {0.size} items (--group-size, or a job's group_size)",
-    "judging": "is_valid_group of task {0.task!r} has not spoken yet",
+_NOT_READY: Final[Mapping[str, str]] = {
+    "open": "they lack items (--group-size, or a job's group_size)",
+    "judging": "is_valid_group of their task has not spoken yet",
     "leased": "readers have them that have not acked (GET /v1/leases)",
 }
-"""Why groups of a state cannot be read, in words for one of them."""
+"""Why groups of a state cannot be read."""
 
 
 class BufferOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -323,9 +323,9 @@ class Service:
             found.append(f"{ready} {are} ready, {enough}{others * (taken.available + taken.stale < ready)}")
         if taken.stale:
             found.append(f"{taken.stale} groups are older than max_staleness allows")
-        for state, why in _NOT_READY.items():
-            if (one := await self.store.any_group(state, scope.task, scope.jobs)) is not None:
-                found.append(f"{counts[state]} groups are {state}: {why}".format(one))
+        found += [
+            f"{counts[state]} groups are {state}: {why}" for state, why in _NOT_READY.items() if counts[state]
+        ]
         last = self.store.last_job
         if last is None or not scope.has(last.task, last.id):
             return found

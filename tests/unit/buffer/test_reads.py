@@ -156,14 +156,12 @@ async def test_a_read_that_gets_nothing_says_where_the_groups_are(
 
         assert await notices() == []
         await buffer.write(*group("short")[:3], *group("other", task_type="other")[:2])
-        (said,) = await notices(task_type="other")
-        assert "groups are open: instance 'other' has 2 of its 4 items" in said and "--group-size" in said
-        (said,) = await notices()
-        assert said.startswith("2 groups are open: instance 'short' has 3 of its 4 items")
-        assert "instance 'short' has 3 of" in (await buffer.post("/get_rollout_data", {}))[1]["message"]
+        (notice,) = await notices(task_type="other")
+        assert notice.startswith("2 groups are open") and "--group-size" in notice
+        assert notice in (await buffer.post("/get_rollout_data", {}))[1]["message"]
         await buffer.write(group("short")[3])
-        said, *_ = await notices(batch_size=8)
-        assert said == "1 group is ready, 1 of them fit this read, which wants more"
+        notice, *_ = await notices(batch_size=8)
+        assert notice == "1 group is ready, 1 of them fit this read, which wants more"
         with caplog.at_level("INFO", "rollstream"):
             assert (await buffer.read())["head"]["lease"]
             await buffer.read(consumer="me")

@@ -349,13 +349,6 @@ class SqlStore:
         self._changes.shutdown()
         self._looks.shutdown()
 
-    @_change
-    def check_writable(self, session: _Session) -> None:
-        """Raises `StorageError` where no items can be written now."""
-        session.in_vain += 1
-        if session.lacking() > session.totals["archive_bytes"]:
-            raise StorageFullError(_FULL)
-
     # -- committing
 
     async def _in(self, thread: ThreadPoolExecutor, call: Callable[[], T]) -> T:
@@ -913,14 +906,6 @@ class SqlStore:
         in_state = "true" if state is None else _STATES.get(state, f"state = '{state}'")
         which, values = _where(in_state, ("id > %s", after), ("task = %s", task), ("job = ANY(%s)", jobs))
         return _groups(tx, f"{which} ORDER BY id LIMIT %s", *values, limit)
-
-    @_look
-    def any_group(
-        self, tx: Tx, state: GroupState, task: str | None, jobs: Sequence[str] | None
-    ) -> Group | None:
-        """One that is in this state and has not left. However many have left, it is found at once."""
-        which, values = _where(_STATES[state], ("task = %s", task), ("job = ANY(%s)", jobs))
-        return next(iter(_groups(tx, f"{which} LIMIT 1", *values)), None)
 
     async def group_with_items(self, group: int) -> dict[str, Any] | None:
         """`group`, `items` as they were written, and a `problem` where these cannot be read."""

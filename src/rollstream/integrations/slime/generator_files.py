@@ -5,12 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
-
-from rollstream.buffer.groups import GroupSettings, HookError, Verdict
-from rollstream.buffer.items import Encoding, InstanceId
+from rollstream.buffer.groups import HookError
 from rollstream.errors import ConfigError
-from rollstream.integrations.slime.hook_process import GeneratorFile, HookProcess, Stored
+from rollstream.integrations.slime.hook_process import GeneratorFile, HookProcess
 
 PATTERN: Final = "*_generator.py"
 
@@ -63,39 +60,14 @@ class GeneratorFiles:
             self.files, self.problems = usable, tuple(problems)
             self._last_usable |= usable
 
-    async def judge(
-        self, task_type: str, instance_id: InstanceId, items: Stored, settings: GroupSettings, timed_out: bool
-    ) -> Verdict:
-        """`Hooks.judge` of a group."""
-        return Verdict(*await self._call("judge", task_type, settings, [(instance_id, items)], timed_out))
-
-    async def finish(
-        self,
-        task_type: str,
-        instance_id: InstanceId,
-        items: Stored,
-        settings: GroupSettings,
-        timed_out: bool,
-        encoding: Encoding,
-    ) -> list[bytes]:
-        """`Hooks.finish` of a group. No items: too few passed the filter."""
-        values = settings, [(instance_id, items)], timed_out, encoding
-        finished: list[bytes] = await self._call("finish", task_type, *values)
-        return finished
-
-    async def meta_info(
-        self, task_type: str, groups: Sequence[tuple[InstanceId, Stored]], settings: GroupSettings
-    ) -> dict[str, Any]:
-        """`Hooks.meta_info` of the groups of a read. Its keys are text."""
-        return dict(orjson.loads(await self._call("meta_info", task_type, settings, groups)))
+    async def call(self, call: str, task_type: str, *values: Any) -> Any:
+        """See `rollstream.buffer.groups.Hooks`, and `HookProcess.call`."""
+        file = self._last_usable[task_type]
+        return await self._processes[file.path].call(call, file, *values)
 
     async def close(self) -> None:
         """Ends the processes at once, whatever they do. Calls that wait raise `RollstreamError`."""
         await asyncio.gather(*(process.close() for process in self._processes.values()))
-
-    async def _call(self, call: str, task_type: str, *values: Any) -> Any:
-        file = self._last_usable[task_type]
-        return await self._processes[file.path].call(call, file, *values)
 
     async def _look(self, path: Path, again: bool) -> GeneratorFile:
         file = self._looked.get(path)

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 import orjson
 
-from rollstream.buffer.groups import FINISHING, GroupSettings, HookError, ItemDict
+from rollstream.buffer.groups import FINISHING, GroupSettings, HookError, ItemDict, StoredItem
 from rollstream.buffer.items import (
     MAX_TEXT,
     Encoding,
@@ -54,9 +54,6 @@ _CALLED: Final[Mapping[str, frozenset[str]]] = {
 }
 """The hooks that a call may run."""
 
-Stored = Sequence[tuple[Encoding, bytes]]
-"""The items of a group."""
-
 
 class GeneratorFile(msgspec.Struct, frozen=True):
     """A generator file as it was when somebody looked at it."""
@@ -76,7 +73,7 @@ class _Request(msgspec.Struct):
     source: bytes
     """The file's content, or the body to parse."""
     settings: GroupSettings = GroupSettings()
-    groups: Sequence[tuple[InstanceId, Stored]] = ()
+    groups: Sequence[tuple[InstanceId, Sequence[StoredItem]]] = ()
     timed_out: bool = False
     encoding: Encoding = "json"
 
@@ -224,7 +221,7 @@ def _result(request: _Request, loaded: dict[bytes, tuple[str, Hooks]]) -> Any:
         return task_type, sorted(hooks.overridden)
     groups: dict[InstanceId, list[ItemDict]] = {}
     for instance_id, items in request.groups:
-        groups.setdefault(instance_id, []).extend(load_item(body, encoding) for encoding, body in items)
+        groups.setdefault(instance_id, []).extend(load_item(item.body, item.encoding) for item in items)
     if request.call == "meta_info":
         meta = hooks.meta_info(groups, request.settings)
         return orjson.dumps(meta, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)

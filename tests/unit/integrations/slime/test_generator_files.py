@@ -13,7 +13,7 @@ import msgspec
 import orjson
 import pytest
 
-from rollstream.buffer.groups import GroupSettings, HookError, Verdict
+from rollstream.buffer.groups import GroupSettings, HookError, StoredItem
 from rollstream.buffer.items import Encoding, ItemError, dump_item, load_item, parse_item
 from rollstream.errors import ConfigError, RollstreamError
 from rollstream.integrations.slime.generator_files import GeneratorFiles
@@ -34,17 +34,25 @@ def write(folder: Path, task: str, code: str = "") -> Path:
     return file
 
 
-def stored(*rewards: float, encoding: Encoding = "json") -> list[tuple[Encoding, bytes]]:
-    return [(encoding, dump_item(item(7, reward, f"u{n}"), encoding)) for n, reward in enumerate(rewards)]
+def stored(*rewards: float, encoding: Encoding = "json") -> list[StoredItem]:
+    return [
+        StoredItem(f"u{n}", reward, encoding, dump_item(item(7, reward, f"u{n}"), encoding))
+        for n, reward in enumerate(rewards)
+    ]
+
+
+async def meta_info(host: GeneratorFiles, task: str, groups: Any) -> dict[str, Any]:
+    meta: dict[str, Any] = orjson.loads(await host.call("meta_info", task, SETTINGS, groups))
+    return meta
 
 
 async def finish(host: GeneratorFiles, task: str = "math") -> list[dict[str, Any]]:
-    done = await host.finish(task, 7, stored(0.0, 1.0), SETTINGS, False, "json")
+    done = await host.call("finish", task, SETTINGS, [(7, stored(0.0, 1.0))], False, "json")
     return [orjson.loads(body) for body in done]
 
 
 async def who(host: GeneratorFiles, *ids: int, task: str = "math") -> dict[str, Any]:
-    return await host.meta_info(task, [(one, stored(1.0)) for one in ids], SETTINGS)
+    return await meta_info(host, task, [(one, stored(1.0)) for one in ids])
 
 
 @contextlib.asynccontextmanager
@@ -80,18 +88,18 @@ def filter_item(item, task_type):
         assert host.overridden("math") == host.files["math"].overridden
         assert host.overridden("math") == {"filter_item", "get_group_data_meta_info", "is_valid_group"}
         assert host.overridden("code") == frozenset()
-        assert await host.judge("math", 7, stored(1.0), SETTINGS, False) == Verdict(False, False)
-        assert await host.judge("math", 7, stored(1.0, 0.0), SETTINGS, True) == Verdict(True, True)
+        assert await host.call("judge", "math", SETTINGS, [(7, stored(1.0))], False) == [False, False]
+        assert await host.call("judge", "math", SETTINGS, [(7, stored(1.0, 0.0))], True) == [True, True]
         given = [("q", stored(0.0)), (7, stored(1.0)), (7, stored(1.0))]
-        meta = await host.meta_info("math", given, SETTINGS)
+        meta = await meta_info(host, "math", given)
         assert meta.pop("pid") != os.getpid()
         assert meta == {"sizes": {"q": 1, "7": 2}, "typed": "none", "token": None}
         for encoding in ("json", "msgpack"):
             mixed = stored(0.0, 0.5, encoding="msgpack")[:1] + stored(0.0, 0.5)[1:]
-            done = await host.finish("math", 7, mixed, SETTINGS, False, encoding)
+            done = await host.call("finish", "math", SETTINGS, [(7, mixed)], False, encoding)
             items = [load_item(body, encoding) for body in done]
             assert [(one["uid"], one["raw_reward"]) for one in items] == [("u1", 0.5), ("u1", 0.5)]
-        assert await host.finish("math", 7, stored(0.0, 0.0), SETTINGS, False, "json") == []
+        assert await host.call("finish", "math", SETTINGS, [(7, stored(0.0, 0.0))], False, "json") == []
 
 
 FAULTS = {
@@ -152,7 +160,7 @@ def filter_item(item):
     async with a_host(tmp_path) as host:
 
         async def uids() -> list[str]:
-            done = await host.finish("math", 7, stored(0.0, 0.5, 1.0), settings, False, "json")
+            done = await host.call("finish", "math", settings, [(7, stored(0.0, 0.5, 1.0))], False, "json")
             return sorted({orjson.loads(body)["uid"] for body in done})
 
         await host.refresh()
@@ -171,7 +179,7 @@ def filter_item(item):
         assert host.overridden("math") == {"filter_item"}
         assert await uids() == ["u1", "u2"]
         with pytest.raises(HookError, match="exit code 1"):
-            await host.finish("math", 7, stored(0.25), settings, False, "json")
+            await host.call("finish", "math", settings, [(7, stored(0.25))], False, "json")
         assert await uids() == ["u1", "u2"]  # a new process: the file itself cannot be run
 
         write(tmp_path, "math", level.format(0))
@@ -214,7 +222,7 @@ async def test_items_are_parsed_in_a_child() -> None:
     process = HookProcess(60.0)
     try:
         for encoding in ("json", "msgpack"):
-            ((_, body),) = stored(0.5, encoding=encoding)
+            body = stored(0.5, encoding=encoding)[0].body
             assert await process.parse(body, encoding) == [parse_item(body, encoding)]
             plain = load_item(body, encoding)
             del plain["uid"]
@@ -262,7 +270,7 @@ from rollstream.integrations.slime.generator_files import GeneratorFiles
 async def main():
     host = GeneratorFiles([{str(tmp_path)!r}])
     await host.refresh()
-    await host.meta_info("math", [(0, [])], GroupSettings())
+    await host.call("meta_info", "math", GroupSettings(), [(0, [])])
 asyncio.run(main())
 """
     server = subprocess.Popen([sys.executable, "-c", script])  # noqa: ASYNC220  quick enough
