@@ -70,22 +70,21 @@ class AgentResources:
     @cached_property
     def parser_stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a turn after a call, where the vocabulary has them."""
-        ids = (self.tokenizer.token_id(token) for token in self.parser.stop_tokens)
-        return tuple(i for i in ids if i is not None)
+        ids = map(self.tokenizer.token_id, self.parser.stop_tokens)
+        return tuple(token_id for token_id in ids if token_id is not None)
 
     @cached_property
     def vocab_size(self) -> int | None:
         """Ids are below it; None where that is not known: a model may have more of them than its tokenizer."""
-        said = self.engine.capabilities.vocab_size
-        return said if said is None or not self.tokenizer.makes_ids else max(said, self.tokenizer.vocab_size)
+        size = self.engine.capabilities.vocab_size
+        return size if size is None or not self.tokenizer.makes_ids else max(size, self.tokenizer.vocab_size)
 
     def parse(
         self, token_ids: list[int], *, in_thinking: bool, tools: Sequence[dict[str, Any]]
     ) -> ParsedOutput:
         """Text, thinking and calls in sampled ids, without the token that ended them, if one did."""
-        ends = self.tokenizer.end_ids.union(self.parser_stop_ids)
-        ids = token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
-        text = self.tokenizer.decode(ids, skip_special_tokens=False)
+        is_ended = token_ids and token_ids[-1] in self.tokenizer.end_ids.union(self.parser_stop_ids)
+        text = self.tokenizer.decode(token_ids[:-1] if is_ended else token_ids, skip_special_tokens=False)
         return self.parser.parse(text, in_thinking=in_thinking, tools=tools)
 
     @property
@@ -237,13 +236,13 @@ class AgentLoop(ABC):
     def tool_marks(self, prompt_ids: list[int]) -> dict[str, Any]:
         """`shown_tools` of the `extra` of a trajectory with this prompt: the schemas that it shows.
 
-        The run's schemas stand there by their digests, a row's own as they are.
-
-        Nothing where it shows none, or that is not known.
+        The run's schemas stand there by their digests, a row's own as they are. Nothing where it shows none, or
+        that is not known.
         """
-        noted = [tools for ids, tools in self._prompts if ids == prompt_ids]
-        known = noted and noted[0] and all(tools == noted[0] for tools in noted)
-        return {"shown_tools": [self._row_tools.get(one, one) for one in noted[0]]} if known else {}
+        noted = [digests for ids, digests in self._prompts if ids == prompt_ids]
+        if not noted or not noted[0] or noted.count(noted[0]) < len(noted):
+            return {}
+        return {"shown_tools": [self._row_tools.get(digest, digest) for digest in noted[0]]}
 
     def room(self, prompt_tokens: int, response_tokens: int) -> int:
         """Tokens that may still be added to a trajectory; may be negative."""
@@ -301,7 +300,7 @@ class AgentLoop(ABC):
         messages: Sequence[Message] | None,
         tools: list[dict[str, Any]] | None,
     ) -> Completion:
-        engine = self.resources.engine
+        engine, template = self.resources.engine, self.resources.template
         if messages is None or not isinstance(engine, ChatEngine):
             raise EngineError(
                 f"this engine takes messages, not token ids, and {type(self).__name__} gives it none: "
@@ -309,11 +308,11 @@ class AgentLoop(ABC):
             )
         prompt = ChatPrompt(list(messages), prompt_ids, tools or (), tuple(self.images))
         completion = await engine.chat(prompt, sampling, request_id=self.request_id)
-        template = self.resources.template
-        message = read_answer(completion.message, template, turn=self._engine_calls)
-        ended = completion.finish_reason == "stop"
-        ids = template.answer_ids(messages, message, tools=tools, ended=ended)
-        reason = completion.finish_reason
+        message, reason = (
+            read_answer(completion.message, template, turn=self._engine_calls),
+            completion.finish_reason,
+        )
+        ids = template.answer_ids(messages, message, tools=tools, ended=reason == "stop")
         if len(ids) > sampling.max_tokens:  # the endpoint counts in tokens of its own
             ids, reason = ids[: sampling.max_tokens], "length"
         return replace(completion, token_ids=ids, finish_reason=reason, message=message)

@@ -50,19 +50,12 @@ def identified(calls: Sequence[ToolCall], template: TurnTemplate, *, turn: int) 
 def openai_call(call: ToolCall) -> dict[str, Any]:
     """A call in OpenAI's form; arguments as a mapping, as chat templates want it. As text if unreadable."""
     arguments = call.text if call.arguments is None else call.arguments
-    return {
-        "type": "function",
-        "id": call.call_id,
-        "function": {"name": call.name, "arguments": arguments},
-    }
+    return {"type": "function", "id": call.call_id, "function": {"name": call.name, "arguments": arguments}}
 
 
 def _read_call(call: dict[str, Any]) -> ToolCall:
-    name, given = call["function"]["name"], call["function"]["arguments"]
-    call_id = call.get("id") or None
-    if isinstance(given, dict):
-        return ToolCall(name, given, orjson.dumps(given).decode(), call_id=call_id)
-    text = str(given)
+    name, arguments, call_id = call["function"]["name"], call["function"]["arguments"], call.get("id") or None
+    text = arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
     try:
         value = orjson.loads(text or "{}")  # a call without arguments: some endpoints send nothing
     except orjson.JSONDecodeError as error:

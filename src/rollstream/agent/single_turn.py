@@ -20,9 +20,7 @@ class SingleTurnAgent(AgentLoop):
         prompt_ids = await self.render(
             messages, prompt_key=row["prompt_key"], tools=tools, images=row.get("images") or ()
         )
-        limit = min(sampling.max_tokens, self.resources.response_length)
-        if self.resources.max_model_len is not None:
-            limit = min(limit, self.resources.max_model_len - len(prompt_ids))
+        limit = min(sampling.max_tokens, self.room(len(prompt_ids), 0))
         if limit < 1:
             raise EngineError(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room for a response in "
@@ -36,17 +34,14 @@ class SingleTurnAgent(AgentLoop):
             tools=tools,
         )
         track.add_sampled(completion)
-        answer = completion.message or {
-            "role": "assistant",
-            "content": self.resources.tokenizer.decode(completion.token_ids),
-        }
+        text = None if completion.message else self.tokenizer.decode(completion.token_ids)
         return Trajectory(
             prompt_ids=prompt_ids,
             response_ids=track.response_ids,
             response_mask=track.response_mask,
             response_logprobs=track.response_logprobs,
             policy_versions=track.policy_versions,
-            messages=[*messages, answer],
+            messages=[*messages, completion.message or {"role": "assistant", "content": text}],
             finish_reason="aborted" if completion.finish_reason == "abort" else completion.finish_reason,
             num_turns=2,
             metrics=self.metrics,

@@ -53,13 +53,13 @@ class TokenTrack:
         count = len(completion.token_ids)
         if self.response_logprobs is not None:
             if completion.logprobs is None or len(completion.logprobs) != count:
-                given = "none" if completion.logprobs is None else str(len(completion.logprobs))
-                raise ValueError(f"{count} sampled ids came with {given} log-probs")
+                raise ValueError(f"{count} sampled ids came with {len(completion.logprobs or ())} log-probs")
             self.response_logprobs += completion.logprobs
         self._ids += completion.token_ids
         self.response_mask += [1] * count
         for offset, version in completion.policy_versions:
-            self._add_version(start + offset, version)
+            if not self.policy_versions or self.policy_versions[-1][1] != version:
+                self.policy_versions.append((start + offset, version))
 
     def add_given(self, ids: list[int]) -> None:
         """Appends ids that the model did not sample: mask 0, log-prob 0.0."""
@@ -68,16 +68,9 @@ class TokenTrack:
         if self.response_logprobs is not None:
             self.response_logprobs += [0.0] * len(ids)
 
-    def _add_usage(self, said: tuple[int, int] | None) -> None:
-        if said is None:
-            self.usage = None
-            return
-        asked, answered = said
-        prompt, response = self.usage or (asked, 0)
-        # An endpoint leaves out the thinking of earlier answers: then it is asked for less than there was.
-        given = max(0, asked - prompt - response)
-        self.usage = prompt, response + given + answered
-
-    def _add_version(self, start: int, version: int) -> None:
-        if not self.policy_versions or self.policy_versions[-1][1] != version:
-            self.policy_versions.append((start, version))
+    def _add_usage(self, counted: tuple[int, int] | None) -> None:
+        if counted is not None:
+            prompt, response = self.usage or (counted[0], 0)
+            # An endpoint leaves out the thinking of earlier answers: then it is asked for less than there was.
+            counted = prompt, max(response, counted[0] - prompt) + counted[1]
+        self.usage = counted
