@@ -6,8 +6,7 @@
 import contextlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from rollstream.chat.parsers.base import ParsedOutput, Segment, SegmentKind, ToolCall
@@ -55,7 +54,8 @@ so this keeps the whole linear; a turn that needs more is noise."""
 class TurnReader:
     """A turn, its cursor, and what was made of the text before the cursor.
 
-    Positions are indices into `text`; none is beyond `end`, where the end tokens begin.
+    Positions are indices into `text`; none is beyond `end`, where the end tokens begin. No stretch is searched
+    twice for the same marker as long as searches go forward.
     """
 
     def __init__(
@@ -66,8 +66,7 @@ class TurnReader:
     ) -> None:
         """`end_tokens` are markup at its very end; `thinking`: what opens a block, and what closes it."""
         self.text = text
-        self._thinking = thinking
-        self._openings, self._closings = tuple(thinking), tuple(thinking.values())
+        self.thinking = thinking
         self.end = _end_of_body(text, end_tokens)
         self.position = 0
         self._spans: list[tuple[SegmentKind, int, int]] = []
@@ -78,9 +77,9 @@ class TurnReader:
 
     def take(self, kind: SegmentKind, end: int) -> None:
         """Moves the cursor to `end`; the text passed is of this kind."""
-        if end <= self.position:
-            return
         start = self.position
+        if end <= start:
+            return
         if self._spans and self._spans[-1][0] == kind != "call":
             start = self._spans.pop()[1]
         self._spans.append((kind, start, end))
@@ -106,11 +105,11 @@ class TurnReader:
         """The position behind a marker, or the same position if it is not there."""
         return position + len(marker) if self.at(marker, position) else position
 
-    def find(self, marker: str, start: int | None = None) -> int:
-        """Where a marker stands next, from `start` (the cursor); `end` if nowhere.
+    def past_any(self, markers: Iterable[str], position: int) -> int:
+        return max((self.past(marker, position) for marker in markers), default=position)
 
-        No stretch is searched twice for the same marker as long as starts go forward.
-        """
+    def find(self, marker: str, start: int | None = None) -> int:
+        """Where a marker stands next, from `start` (the cursor); `end` if nowhere."""
         start = self.position if start is None else start
         searched, position = self._found.get(marker, (1, 0))
         if not searched <= start <= position:
@@ -119,35 +118,29 @@ class TurnReader:
             self._found[marker] = (start, position)
         return position
 
-    def find_any(self, markers: Sequence[str], start: int | None = None) -> int:
-        """Where the first of several markers stands, as `find`."""
+    def find_any(self, markers: Iterable[str], start: int | None = None) -> int:
         return min((self.find(marker, start) for marker in markers), default=self.end)
 
-    def past_any(self, markers: Sequence[str], position: int) -> int:
-        """The position behind any of several markers, as `past`."""
-        return max((self.past(marker, position) for marker in markers), default=position)
+    def find_thinking(self, start: int | None = None) -> int:
+        """Where a thinking block begins next; `end` if nowhere."""
+        return self.find_any(self.thinking, start)
 
     def skip_space(self, position: int) -> int:
         """The next position that is no white space."""
         match = _SPACE.match(self.text, position, self.end)
         return match.end() if match else position
 
-    def find_thinking(self, start: int | None = None) -> int:
-        """Where a thinking block begins next, from `start` (the cursor); `end` if nowhere."""
-        return self.find_any(self._openings, start)
-
     def read_thinking(self, in_thinking: bool) -> None:
         """Takes the thinking that leads the turn; also a closing marker that nothing opened.
 
-        Args:
-            in_thinking: the prompt opened a block, by whichever marker: any closing marker ends it.
+        A block that the prompt has opened, by whichever marker, ends at any closing marker.
         """
-        start = self.skip_space(self.position)
-        end = self.past_any(self._openings if in_thinking else self._closings, start)
+        start, closings = self.skip_space(self.position), self.thinking.values()
+        end = self.past_any(self.thinking if in_thinking else closings, start)
         if end > start:
             self.take("markup", end)
         if in_thinking:
-            self._take_thought(self._closings)
+            self._take_thought(closings)
         while self.find_thinking() == (start := self.skip_space(self.position)) < self.end:
             self.take("markup", start)
             self._take_block()
@@ -155,34 +148,22 @@ class TurnReader:
     def take_content(self, *markers: str) -> bool:
         """Takes content and thinking blocks up to the first marker outside of these; whether there is one."""
         while True:
-            marker = self.find_any(markers)
-            thinking = self.find_thinking()
+            marker, thinking = self.find_any(markers), self.find_thinking()
             self.take("content", min(marker, thinking))
             if marker <= thinking:
                 return marker < self.end
             self._take_block()
 
-    def end_of_broken(self, start: int, stop: int, closings: Sequence[str] = ()) -> int:
-        """Where a call ends that cannot be read.
-
-        A call that is closed ends there, and a thinking marker before is its text. One that is not closed
-        must not hide that thinking begins, or calls in there would count: it ends where that begins.
-
-        Args:
-            start: how far the call could be read.
-            stop: where the next marker stands, its own closing one or another.
-            closings: its closing markers, if the format has some.
-        """
-        end = self.past_any(closings, stop)
-        return end if end > stop else min(stop, self.find_thinking(start))
-
     def decode(self, start: int, stop: int, what: str) -> tuple[Any, int]:
-        """The JSON value that begins at `start`, and where it ends. Raises `UnreadableError` if there is none.
+        """The JSON value that begins at `start`, and where it ends.
 
         Args:
             start: white space before the value is skipped.
             stop: where the next marker stands. If that marker is inside a string, the value ends behind it.
-            what: "the arguments are", for the message.
+            what: such as "the arguments are", for the message.
+
+        Raises:
+            UnreadableError: there is none.
         """
         try:
             return self._decode_region(start, stop)
@@ -194,12 +175,12 @@ class TurnReader:
             raise UnreadableError(f"{what} not valid JSON: {error}") from None
 
     def decode_between(
-        self, start: int, stop: int, what: str, closings: tuple[str, ...], tail: re.Pattern[str] = _SPACE
+        self, start: int, stop: int, what: str, closings: Sequence[str], tail: re.Pattern[str] = _SPACE
     ) -> tuple[Any, int]:
         """The JSON value that fills the text from `start` to a marker, and where that marker stands.
 
         Args:
-            start: white space before the value is skipped.
+            start: as for `decode`.
             stop: where the next marker stands, or the end: a closing marker may be missing, also before a
                 thinking block.
             what: as for `decode`.
@@ -210,11 +191,11 @@ class TurnReader:
             UnreadableError: there is none, or it is followed by something else.
         """
         value, value_end = self.decode(start, stop, what)
-        match = tail.match(self.text, value_end, self.end if value_end > stop else stop)
+        is_long = value_end > stop
+        match = tail.match(self.text, value_end, self.end if is_long else stop)
         end = match.end() if match else value_end
-        if end in (stop, self.end) or self.find_thinking(end) == end:
-            return value, end
-        if end > stop and any(self.at(mark, end) for mark in closings):
+        is_closed = is_long and any(self.at(mark, end) for mark in closings)
+        if is_closed or end in (stop, self.end) or self.find_thinking(end) == end:
             return value, end
         reason = f"Extra data: {place(self.text, self.skip_space(start), end)}"
         if end > stop:
@@ -223,11 +204,11 @@ class TurnReader:
 
     def _take_block(self) -> None:
         """Takes the thinking block at the cursor, up to its own closing marker or the end."""
-        opening = next(mark for mark in self._openings if self.at(mark, self.position))
+        opening = next(mark for mark in self.thinking if self.at(mark, self.position))
         self.take("markup", self.position + len(opening))
-        self._take_thought((self._thinking[opening],))
+        self._take_thought([self.thinking[opening]])
 
-    def _take_thought(self, closings: Sequence[str]) -> None:
+    def _take_thought(self, closings: Iterable[str]) -> None:
         self.take("thinking", self.find_any(closings))
         self.take("markup", self.past_any(closings, self.position))
 
@@ -275,23 +256,27 @@ class OpenCall:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
         if error is not None and not isinstance(error, UnreadableError):
             return False
-        turn, end = self.turn, self._end
-        if end is None:
-            end = turn.end_of_broken(self.position, self.stop, self._closings)
-        text = turn.text[turn.position : end]
-        if error is None:
-            call = ToolCall(self.name, self._arguments, text, None, self.call_id)
-        else:  # what cannot be stored is left out
-            name = self.name if can_be_stored(self.name) else ""
-            call_id = self.call_id if can_be_stored(self.call_id) else None
-            call = ToolCall(name, None, text, str(error), call_id)
-        turn.take_call(end, call)
+        turn, name, call_id = self.turn, self.name, self.call_id
+        end = self._broken_end() if self._end is None else self._end
+        if error is not None:  # what cannot be stored is left out
+            name = name if can_be_stored(name) else ""
+            call_id = call_id if can_be_stored(call_id) else None
+        arguments, why = (self._arguments, None) if error is None else (None, str(error))
+        turn.take_call(end, ToolCall(name, arguments, turn.text[turn.position : end], why, call_id))
         return True
+
+    def _broken_end(self) -> int:
+        """Where a call ends that cannot be read.
+
+        One that is closed ends there, and a thinking marker before is its text. One that is not closed must not
+        hide that thinking begins, or calls in there would count: it ends where that begins.
+        """
+        stop = self.stop
+        end = self.turn.past_any(self._closings, stop)
+        return end if end > stop else min(stop, self.turn.find_thinking(self.position))
 
     def take_object(self, value: Any, end: int, keys: Sequence[str] = ("arguments",)) -> None:
         """The call is one JSON object with `name` and arguments, and perhaps an `id`, and ends at `end`.
