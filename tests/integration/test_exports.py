@@ -83,7 +83,7 @@ def test_every_format_at_the_end_and_with_the_scores_that_are_named(tmp_path: Pa
 
     check(run, [0.0, 1.0, 2.0, 3.0])
     assert read_status(run).stale == []
-    assert {one["rows"] for one in orjson.loads((run / "exports.json").read_bytes()).values()} == {4, 2}
+    assert len({*orjson.loads((run / "exports.json").read_bytes()).values()}) == 1
 
     (tmp_path / "reward.py").write_text(REWARD)
     assert cli(["score", str(run), "--reward", str(tmp_path / "reward.py"), "--name", "anew"]) == 0

@@ -190,10 +190,8 @@ async def test_an_export_says_of_what_it_was_made_and_when_it_is_older(tmp_path:
     run = await finished(tmp_path / "run")
     for name, file in (("jsonl", "trajectories.jsonl"), ("sft", "trajectories_sft.jsonl")):
         export_run(run, name, options={"best": 1} if name == "sft" else {})
-        assert orjson.loads((run / "exports.json").read_bytes())[file]["rows"] > 0
-    noted = orjson.loads((run / "exports.json").read_bytes())["trajectories_sft.jsonl"]
-    assert noted["options"] == {"best": 1}
-    assert noted["artifact"] == (run / "trajectories.parquet.sha256").read_text().split()[-2]
+        noted = orjson.loads((run / "exports.json").read_bytes())[file]
+        assert noted == (run / "trajectories.parquet.sha256").read_text().split()[-2]
     assert read_status(run).stale == []
     await commit_all(run, [rollout(9)])
     assert read_status(run).stale == [

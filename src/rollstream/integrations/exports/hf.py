@@ -14,7 +14,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,32 @@ logger = logging.getLogger(__name__)
 MAX_ROWS_PER_FILE = 100_000
 """Some hundred MB for usual rows, as the hub likes its files."""
 
-_SAID = ("engine", "agent.", "rollout.", "generation.seed", "model.digest")
+_SHOWN = ("engine", "agent.", "rollout.", "generation.seed", "model.digest")
 """Beginnings of the identity's keys that the card shows. No paths are among them."""
+
+_TEXTS = {
+    "index": "position of the prompt row in the data",
+    "repeat": "which of the rollouts of the row",
+    "trajectory": "counts within the rollout; the last one is final",
+    "prompt_key": "content hash of the prompt row",
+    "prompt_ids": "token ids, as sent to the engine for the first generation",
+    "response_ids": "token ids after it",
+    "response_mask": "1 = sampled by the model",
+    "response_logprobs": "natural-log probability of each sampled token; 0.0 where the mask is 0",
+    "policy_versions": "versions of the weights, run-length over the response",
+    "messages": "the conversation, the model's answers included",
+    "is_snapshot": "cut off by a context edit; another trajectory of the rollout follows",
+    "num_turns": "1 for the prompt, 1 for each message after it",
+    "finish_reason": "stop, length, max_turns, tool_overflow, aborted",
+    "reward": "null = not scored",
+    "reward_extra": "what else the reward said, JSON text",
+    "metrics": "seconds and counts",
+    "data_source": "where the prompt row comes from",
+    "extra": "the prompt row's other columns, JSON text",
+    "mean_logprob": "of the sampled tokens",
+    "finished_at": "Unix time, seconds",
+}
+"""Of the columns whose names do not say it."""
 
 
 @dataclass(slots=True)
@@ -49,7 +73,6 @@ class _Survey:
     reward_sum: float = 0.0
     scored: int = 0
     sources: Counter[str] = field(default_factory=Counter)
-    finished: Counter[str] = field(default_factory=Counter)
     text_truth: bool = True
     """Whether every ground truth is text."""
     keys: dict[str, bool] = field(default_factory=dict)
@@ -101,57 +124,48 @@ def check_replaceable(target: Path) -> None:
         return
     if not target.is_dir() or target.is_symlink():
         raise ConfigError(f"{target} is no folder; a Hugging Face dataset is one")
-    names = {path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()}
-    strange = sorted(name for name in names if name != "README.md" and not _is_data(name))
-    if strange:
-        raise ConfigError(f"{target} holds something else than an export ({strange[0]}); name another folder")
-
-
-def _is_data(name: str) -> bool:
-    return name.startswith("data/train-") and name.endswith(".parquet")
+    ours = {target / "README.md", *target.glob("data/train-*.parquet")}
+    for path in sorted(target.rglob("*")):
+        if path not in ours and not path.is_dir():
+            raise ConfigError(f"{target} holds something else than an export ({path.relative_to(target)})")
 
 
 def _survey(artifact: Path, cancelled: Callable[[], bool]) -> _Survey:
-    found = _Survey()
-    columns = ["trajectory", "response_tokens", "messages", "ground_truth", "reward", "data_source"]
-    columns += ["finish_reason", "is_snapshot"]
+    survey = _Survey()
+    columns = ["response_tokens", "messages", "ground_truth", "reward", "data_source", "is_snapshot"]
     for table in until(read_tables(artifact, columns), cancelled):
-        found.rows += len(table)
-        found.tokens += pc.sum(table["response_tokens"]).as_py()
+        survey.rows += len(table)
+        survey.tokens += pc.sum(table["response_tokens"]).as_py()
         final = table.filter(pc.invert(table["is_snapshot"]))
-        found.rollouts += len(final)
-        found.sources.update(final["data_source"].to_pylist())
-        found.finished.update(final["finish_reason"].to_pylist())
-        found.reward_sum += pc.sum(final["reward"]).as_py() or 0.0
-        found.scored += len(final) - final["reward"].null_count
-        found.text_truth &= bool(pc.all(pc.starts_with(table["ground_truth"], '"')).as_py())
+        survey.rollouts += len(final)
+        survey.sources.update(final["data_source"].to_pylist())
+        survey.reward_sum += pc.sum(final["reward"]).as_py() or 0.0
+        survey.scored += len(final) - final["reward"].null_count
+        survey.text_truth &= bool(pc.all(pc.starts_with(table["ground_truth"], '"')).as_py())
         for text in table["messages"].to_pylist():
             for message in load_json(text, artifact):
                 for key, value in message.items():
-                    found.keys[key] = found.keys.get(key, True) and isinstance(value, str | None)
-    return found
+                    survey.keys[key] = survey.keys.get(key, True) and isinstance(value, str | None)
+    return survey
 
 
 def _write_rows(
     artifact: Path, folder: Path, survey: _Survey, cancelled: Callable[[], bool], rows_per_file: int
 ) -> None:
     messages = pa.list_(pa.struct([(key, pa.string()) for key in survey.keys]))
-    schema = pa.schema([(one.name, messages if one.name == "messages" else one.type) for one in SCHEMA])
+    schema = SCHEMA.set(SCHEMA.get_field_index("messages"), pa.field("messages", messages))
     files = max(1, -(-survey.rows // rows_per_file))
-    done = 0
-    with ExitStack() as stack:
-        writer: pq.ParquetWriter | None = None
-        for whole in until(read_tables(artifact), cancelled):
-            table = _converted(whole, survey, schema, artifact)
-            while len(table):
-                if writer is None or done % rows_per_file == 0:
-                    stack.close()
-                    name = f"train-{done // rows_per_file:05}-of-{files:05}.parquet"
-                    writer = stack.enter_context(pq.ParquetWriter(folder / name, schema, compression="zstd"))
-                part = table.slice(0, rows_per_file - done % rows_per_file)
+    tables = (
+        _converted(table, survey, schema, artifact) for table in until(read_tables(artifact), cancelled)
+    )
+    rest = schema.empty_table()
+    for number in range(files):
+        name, room = f"train-{number:05}-of-{files:05}.parquet", rows_per_file
+        with pq.ParquetWriter(folder / name, schema, compression="zstd") as writer:
+            while room and len(rest := rest if len(rest) else next(tables, rest)):
+                part = rest.slice(0, room)
                 writer.write_table(part)
-                done += len(part)
-                table = table.slice(len(part))
+                room, rest = room - len(part), rest.slice(len(part))
 
 
 def _converted(table: pa.Table, survey: _Survey, schema: pa.Schema, path: Path) -> pa.Table:
@@ -174,26 +188,21 @@ def _cell(value: Any, is_text: bool) -> str | None:
 
 
 def _card(manifest: Manifest, survey: _Survey) -> str:
-    mean = (
-        f"{survey.reward_sum / survey.scored:.4f} ({survey.scored:,} scored)"
-        if survey.scored
-        else "not scored"
-    )
+    mean = f"{survey.reward_sum / survey.scored:.4f}" if survey.scored else "not scored"
     counts = {
         "rows (trajectories)": f"{survey.rows:,}",
         "rollouts": f"{survey.rollouts:,}",
         "response tokens": f"{survey.tokens:,}",
-        "mean reward": mean,
+        "mean reward": f"{mean} ({survey.scored:,} scored)",
         **{f"data source `{name}`": f"{count:,}" for name, count in survey.sources.most_common(20)},
-        **{f"ended by `{name}`": f"{count:,}" for name, count in survey.finished.most_common()},
     }
-    json_keys = [f"`{key}`" for key, text in survey.keys.items() if not text]
+    json_keys = ", ".join(f"`{key}`" for key, text in survey.keys.items() if not text)
     texts = {**_TEXTS, "ground_truth": "text" if survey.text_truth else "JSON text"}
-    texts["messages"] += f" ({', '.join(json_keys)} as JSON text)" if json_keys else ""
+    texts["messages"] += f" ({json_keys} as JSON text)" if json_keys else ""
     settings = {
         key: f"`{orjson.dumps(value).decode()}`"
         for key, value in sorted(manifest.identity.items())
-        if key.startswith(_SAID) and value is not None
+        if key.startswith(_SHOWN) and value is not None
     }
     settings |= {f"version of {name}": version for name, version in manifest.versions.items()}
     return (
@@ -201,7 +210,7 @@ def _card(manifest: Manifest, survey: _Survey) -> str:
         "    path: data/train-*.parquet\ntags:\n- rollstream\n- trajectories\n---\n"
         "# Trajectories\n\nRollouts of a language model, written by rollstream.\n\n"
         f"## Counts\n\n{_table('', '', counts)}\n"
-        f"## Columns\n\n{_table('column', '', {f'`{one.name}`': texts[one.name] for one in SCHEMA})}\n"
+        f"## Columns\n\n{_table('column', '', {f'`{name}`': texts.get(name, '') for name in SCHEMA.names})}\n"
         f"## How it was made\n\nRun `{manifest.run_id}` of {manifest.created}; {manifest.n} rollouts per "
         f"prompt row.\n\n{_table('setting', 'value', settings)}"
     )
@@ -213,36 +222,8 @@ def _table(left: str, right: str, rows: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_TEXTS = {
-    "index": "position of the prompt row in the data",
-    "repeat": "which of the rollouts of the row",
-    "trajectory": "counts within the rollout; the last one is final",
-    "prompt_key": "content hash of the prompt row",
-    "prompt_ids": "token ids, as sent to the engine for the first generation",
-    "response_ids": "token ids after it",
-    "response_mask": "1 = sampled by the model",
-    "response_logprobs": "natural-log probability of each sampled token; 0.0 where the mask is 0",
-    "policy_versions": "versions of the weights, run-length over the response",
-    "messages": "the conversation, the model's answers included",
-    "is_snapshot": "cut off by a context edit; another trajectory of the rollout follows",
-    "num_turns": "1 for the prompt, 1 for each message after it",
-    "finish_reason": "stop, length, max_turns, tool_overflow, aborted",
-    "reward": "null = not scored",
-    "reward_extra": "what else the reward said, JSON text",
-    "metrics": "seconds and counts",
-    "attempts": "attempts the rollout took",
-    "data_source": "where the prompt row comes from",
-    "extra": "the prompt row's other columns, JSON text",
-    "prompt_tokens": "how many",
-    "response_tokens": "how many",
-    "sampled_tokens": "how many: those with mask 1",
-    "mean_logprob": "of the sampled tokens",
-    "finished_at": "Unix time, seconds",
-}
-
-
 @contextmanager
-def _hub_errors(failed: str, refused: str, hint: str = "") -> Iterator[None]:
+def _hub_errors(failed: str) -> Iterator[None]:
     """What the hub's client raises, as `ConfigError` where it refuses and as `StorageError` otherwise."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
@@ -253,11 +234,11 @@ def _hub_errors(failed: str, refused: str, hint: str = "") -> Iterator[None]:
             "nobody is logged in to the Hugging Face hub: `hf auth login`, or a token in HF_TOKEN"
         ) from error
     except HFValidationError as error:
-        raise ConfigError(f"{refused}: {error}") from error
+        raise ConfigError(f"{failed}: {error}") from error
     except Exception as error:  # what the HTTP library raises depends on the hub client's version
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403, 404):
-            raise ConfigError(f"{refused}: {error}") from error
-        raise StorageError(f"{failed}: {error}{hint}") from error
+            raise ConfigError(f"{failed}, the Hugging Face hub refuses it: {error}") from error
+        raise StorageError(f"{failed}: {error}") from error
 
 
 def check_login() -> None:
@@ -265,11 +246,8 @@ def check_login() -> None:
     try:
         from huggingface_hub import HfApi
     except ImportError as error:
-        raise ConfigError(
-            "pushing needs huggingface_hub, not installed here: pip install 'rollstream[hub]'"
-        ) from error
-    refused = "the Hugging Face hub refuses this token (`hf auth login` anew)"
-    with _hub_errors("cannot reach the Hugging Face hub", refused):
+        raise ConfigError("pushing needs huggingface_hub: pip install 'rollstream[hub]'") from error
+    with _hub_errors("cannot log in to the Hugging Face hub"):
         HfApi().whoami()
 
 
@@ -287,8 +265,7 @@ def push_folder(folder: Path, repo: str, *, public: bool = False) -> str:
     """
     from huggingface_hub import HfApi
 
-    refused = f"--push {repo}: the Hugging Face hub does not let you write to {repo}"
-    with _hub_errors(f"cannot push to {repo}", refused, f". {folder} is there; push it again"):
+    with _hub_errors(f"cannot push {folder} to {repo}"):
         made = HfApi().create_repo(repo, repo_type="dataset", private=not public, exist_ok=True)
         HfApi().upload_folder(
             repo_id=made.repo_id,

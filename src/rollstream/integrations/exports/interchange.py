@@ -10,7 +10,9 @@ is a prompt row, an epoch a rollout of it. Written without inspect_ai, as its ve
 
 import datetime
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
+from itertools import takewhile
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,9 @@ from typing import Any
 import orjson
 
 import rollstream
-from rollstream.integrations.exports.examples import Row, prompt_groups, shown_prompt
-from rollstream.store.batch import read_tables
-from rollstream.store.export.files import read_rows, replacing
+from rollstream.integrations.exports.examples import Row, prompt_groups
+from rollstream.store.export.dataproto import shown_prompt
+from rollstream.store.export.files import export_lines, replacing
 from rollstream.store.manifest import Manifest
 from rollstream.trajectory import sampled_stretches
 
@@ -33,22 +35,11 @@ _STOP_REASONS = {"stop": "stop", "length": "max_tokens"}
 def export_atif(
     artifact: Path, target: Path, manifest: Manifest, cancelled: Callable[[], bool] = lambda: False
 ) -> int:
-    """Writes one document a line, snapshots included; returns how many.
-
-    Raises:
-        DamageError: the artifact is damaged.
-        StorageError: `target` cannot be written.
-        MergeCancelledError: `cancelled` said so. An older `target` stays.
-    """
-    lines = 0
-    with replacing(target) as temporary, temporary.open("wb") as file:
-        for row in read_rows(artifact, cancelled):
-            file.write(orjson.dumps(_atif(row, manifest), option=orjson.OPT_APPEND_NEWLINE))
-            lines += 1
-    return lines
+    """Writes one document a line, snapshots included; returns how many. Raises as `export_lines`."""
+    return export_lines(artifact, target, partial(_atif, manifest=manifest), cancelled)
 
 
-def _atif(row: Row, manifest: Manifest) -> Row:
+def _atif(row: Row, *, manifest: Manifest) -> Row:
     prompt = shown_prompt(row)
     calls = _calls(row) if prompt is not None and row["prompt_ids"] else []
     prompt_tokens = sum(call["prompt_tokens"] for call in calls)
@@ -58,33 +49,22 @@ def _atif(row: Row, manifest: Manifest) -> Row:
     for number, message in enumerate(row["messages"] or [{"role": "assistant"}]):
         role = message.get("role")
         if role == "tool" and steps and steps[-1]["source"] == "agent":
-            observation = steps[-1].setdefault("observation", {"results": []})
-            asked = [call["tool_call_id"] for call in steps[-1].get("tool_calls", [])]
-            source, given = message.get("tool_call_id"), len(observation["results"])
-            if source not in asked:  # results without an id stand in the order of the calls
-                source = asked[given] if given < len(asked) else None
-            result = {"content": _text(message.get("content"))}
-            observation["results"].append({"source_call_id": source, **result} if source else result)
+            _observe(steps[-1], message)
             continue
         source = {"assistant": "agent", "system": "system", "developer": "system"}.get(str(role), "user")
         step: Row = {"step_id": len(steps) + 1, "source": source, "message": _text(message.get("content"))}
         if source == "agent":
             if reasoning := message.get("reasoning_content"):
                 step["reasoning_content"] = str(reasoning)
-            if asked_for := _tool_calls(message):
-                step["tool_calls"] = [
-                    {
-                        "tool_call_id": call["id"],
-                        "function_name": call["function"],
-                        "arguments": call["arguments"],
-                    }
-                    for call in asked_for
-                ]
+            if tool_calls := _tool_calls(message):
+                names = {"tool_call_id": "id", "function_name": "function", "arguments": "arguments"}
+                step["tool_calls"] = [{key: call[name] for key, name in names.items()} for call in tool_calls]
             if prompt is not None and number >= len(prompt) and calls:
                 step["metrics"] = calls.pop(0)
         if row["trajectory"] and prompt is not None and number < len(prompt):
             step["is_copied_context"] = True  # the trajectory before has it, too
         steps.append(step)
+    key = ("index", "repeat", "trajectory", "prompt_key", "data_source", "ground_truth")
     return {
         "schema_version": _ATIF_VERSION,
         "session_id": f"{manifest.run_id}-{row['index']}-{row['repeat']}-{row['trajectory']}",
@@ -96,14 +76,19 @@ def _atif(row: Row, manifest: Manifest) -> Row:
             "total_steps": len(steps),
             "extra": {"reward": row["reward"], "reward_extra": row["reward_extra"]},
         },
-        "extra": {
-            name: row[name]
-            for name in (
-                *("index", "repeat", "trajectory", "prompt_key", "data_source", "ground_truth"),
-                *("finish_reason", "is_snapshot"),
-            )
-        },
+        "extra": {name: row[name] for name in (*key, "finish_reason", "is_snapshot")},
     }
+
+
+def _observe(step: Row, message: Row) -> None:
+    """Adds a tool's result to the step that called it."""
+    observation = step.setdefault("observation", {"results": []})
+    ids = [call["tool_call_id"] for call in step.get("tool_calls", [])]
+    source, before = message.get("tool_call_id"), len(observation["results"])
+    if source not in ids:  # results without an id stand in the order of the calls
+        source = ids[before] if before < len(ids) else None
+    result = {"content": _text(message.get("content"))}
+    observation["results"].append({"source_call_id": source, **result} if source else result)
 
 
 def _calls(row: Row) -> list[Row]:
@@ -124,11 +109,9 @@ def _text(content: Any) -> str:
     """A message's content as text; what is no text is named: `[image]`."""
     if not isinstance(content, list):
         return "" if content is None else str(content)
-    parts = [one if isinstance(one, dict) else {"text": str(one)} for one in content]
-    return "\n".join(
-        str(part["text"]) if "text" in part else f"[{str(part.get('type', 'part')).removesuffix('_url')}]"
-        for part in parts
-    )
+    parts = [part if isinstance(part, dict) else {"text": str(part)} for part in content]
+    kinds = (str(part.get("type", "part")).removesuffix("_url") for part in parts)
+    return "\n".join(str(part.get("text", f"[{kind}]")) for part, kind in zip(parts, kinds, strict=True))
 
 
 def _tool_calls(message: Row) -> list[Row]:
@@ -159,9 +142,7 @@ def export_inspect(
 ) -> int:
     """Writes a log of inspect_ai; returns its samples, one a rollout. Raises as `export_atif`."""
     model = _model(manifest)
-    count, prompts, epochs, total, scored = 0, 0, 0, 0.0, 0
-    summaries: list[Row] = []
-    first, last = _times(artifact)
+    prompts, rewards, times, summaries = 0, list[float](), list[float](), list[Row]()
     with (
         replacing(target) as temporary,
         zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
@@ -172,9 +153,9 @@ def export_inspect(
                 sample = _sample(row, model)
                 archive.writestr(f"samples/{sample['id']}_epoch_{sample['epoch']}.json", orjson.dumps(sample))
                 summaries.append(_summary(sample))
-                count, epochs = count + 1, max(epochs, sample["epoch"])
-                if row["reward"] is not None:
-                    total, scored = total + row["reward"], scored + 1
+                rewards += [] if row["reward"] is None else [row["reward"]]
+                times += [] if row["finished_at"] is None else [row["finished_at"]]
+        first, last = (_iso(min(times)), _iso(max(times))) if times else ("", "")
         spec: Row = {
             "eval_id": manifest.run_id,
             "run_id": manifest.run_id,
@@ -183,39 +164,25 @@ def export_inspect(
             "task_id": manifest.run_id,
             "dataset": {"name": "prompts", "samples": prompts},
             "model": model,
-            "config": {"epochs": max(1, epochs)},
+            "config": {"epochs": max([1, *(sample["epoch"] for sample in summaries)])},
             "packages": {"rollstream": rollstream.__version__},
             "metadata": {"rollstream": {"run_id": manifest.run_id, "created": manifest.created}},
         }
-        plan = {"name": "plan", "steps": [], "config": {}}
-        metrics = {"mean": {"name": "mean", "value": total / scored}} if scored else {}
-        score = {"name": "reward", "scorer": "reward", "scored_samples": scored, "metrics": metrics}
-        score |= {"unscored_samples": count - scored}
-        header: Row = {
-            "version": 2,
+        count, scores = len(summaries), list[Row]()
+        if rewards:
+            mean = {"name": "mean", "value": sum(rewards) / len(rewards)}
+            score = {"name": "reward", "scorer": "reward", "scored_samples": len(rewards)}
+            scores.append(score | {"unscored_samples": count - len(rewards), "metrics": {"mean": mean}})
+        begin: Row = {"version": 2, "eval": spec, "plan": {"name": "plan", "steps": [], "config": {}}}
+        header = begin | {
             "status": "success",
-            "eval": spec,
-            "plan": plan,
-            "results": {
-                "total_samples": count,
-                "completed_samples": count,
-                "scores": [score] if scored else [],
-            },
+            "results": {"total_samples": count, "completed_samples": count, "scores": scores},
             "stats": {"started_at": first, "completed_at": last},
         }
-        archive.writestr("_journal/start.json", orjson.dumps({"version": 2, "eval": spec, "plan": plan}))
+        archive.writestr("_journal/start.json", orjson.dumps(begin))
         archive.writestr("summaries.json", orjson.dumps(summaries))
         archive.writestr("header.json", orjson.dumps(header))
     return count
-
-
-def _times(artifact: Path) -> tuple[str, str]:
-    """When the first and the last rollout were done; empty where that is not known."""
-    times: list[float] = []
-    for table in read_tables(artifact, ["finished_at"]):
-        times += [one for one in table["finished_at"].to_pylist() if one is not None]
-        times = [min(times), max(times)] if times else []
-    return (_iso(times[0]), _iso(times[1])) if times else ("", "")
 
 
 def _iso(seconds: float) -> str:
@@ -223,18 +190,18 @@ def _iso(seconds: float) -> str:
 
 
 def _sample(row: Row, model: str) -> Row:
-    messages = [_chat_message(message) for message in row["messages"]]
-    prompt = shown_prompt(row)
-    shown = len(prompt) if prompt is not None else _first_answer(messages)
+    messages, prompt = [_chat_message(message) for message in row["messages"]], shown_prompt(row)
+    before_answer = takewhile(lambda message: message["role"] != "assistant", messages)
+    shown = len(list(before_answer)) if prompt is None else len(prompt)
     answer = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-    text = _text(answer["content"]) if answer else ""
+    text, truth = _text(answer["content"]) if answer else "", row["ground_truth"]
     usage = {"input_tokens": row["prompt_tokens"], "output_tokens": row["sampled_tokens"]}
     usage["total_tokens"] = row["prompt_tokens"] + row["sampled_tokens"]
-    truth = row["ground_truth"]
     output: Row = {"model": model, "choices": [], "completion": text, "usage": usage}
     if answer:
         reason = _STOP_REASONS.get(row["finish_reason"], "unknown")
         output["choices"] = [{"message": answer, "stop_reason": reason}]
+    facts = ("data_source", "prompt_key", "finish_reason", "attempts", "num_turns", "extra")
     sample: Row = {
         "id": row["index"],
         "epoch": row["repeat"] + 1,
@@ -243,13 +210,7 @@ def _sample(row: Row, model: str) -> Row:
         "messages": messages,
         "output": output,
         "scores": {},
-        "metadata": {
-            **{
-                name: row[name]
-                for name in ("data_source", "prompt_key", "finish_reason", "attempts", "num_turns")
-            },
-            "extra": row["extra"],
-        },
+        "metadata": {name: row[name] for name in facts},
         "store": {},
         "events": [],
         "model_usage": {model: usage},
@@ -265,44 +226,26 @@ def _sample(row: Row, model: str) -> Row:
 
 def _summary(sample: Row) -> Row:
     """A sample as inspect_ai's list shows it."""
-    kept = {name: sample[name] for name in ("id", "epoch", "target", "scores", "model_usage", "total_time")}
-    scores = {
+    kept = {name: sample[name] for name in ("id", "epoch", "target", "model_usage", "total_time")}
+    kept["scores"] = {
         name: {"value": score["value"], "answer": score["answer"][:200]}
-        for name, score in kept["scores"].items()
+        for name, score in sample["scores"].items()
     }
-    question = sample["input"][-1:]
-    text = _text(question[0]["content"])[:500] if question else ""
-    return kept | {
-        "scores": scores,
-        "input": text,
-        "completed": True,
-        "message_count": len(sample["messages"]),
-    }
-
-
-def _first_answer(messages: Sequence[Row]) -> int:
-    answers = (at for at, message in enumerate(messages) if message["role"] == "assistant")
-    return next(answers, len(messages))
+    kept["input"] = _text(sample["input"][-1]["content"])[:500] if sample["input"] else ""
+    return kept | {"completed": True, "message_count": len(sample["messages"])}
 
 
 def _chat_message(message: Row) -> Row:
     role = "system" if message.get("role") == "developer" else message.get("role")
     role = role if role in ("system", "user", "assistant", "tool") else "user"
-    content = _text(message.get("content"))
-    reasoning = message.get("reasoning_content")
-    known: Row = {"role": role, "content": content}
+    known: Row = {"role": role, "content": _text(message.get("content"))}
     if role == "assistant":
-        if reasoning:
-            known["content"] = [
-                {"type": "reasoning", "reasoning": str(reasoning)},
-                {"type": "text", "text": content},
-            ]
+        if reasoning := message.get("reasoning_content"):
+            thought = {"type": "reasoning", "reasoning": str(reasoning)}
+            known["content"] = [thought, {"type": "text", "text": known["content"]}]
         if calls := _tool_calls(message):
             known["tool_calls"] = [{**call, "type": "function"} for call in calls]
     if role == "tool":
-        known |= {
-            name: str(message[key])
-            for name, key in (("tool_call_id", "tool_call_id"), ("function", "name"))
-            if message.get(key)
-        }
+        named = {"tool_call_id": message.get("tool_call_id"), "function": message.get("name")}
+        known |= {name: str(value) for name, value in named.items() if value}
     return known

@@ -24,7 +24,7 @@ import logging
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -48,6 +48,7 @@ from rollstream.trajectory import LogprobKind, is_side_call, sampled_stretches
 logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
+Row = dict[str, Any]
 
 Unscored = Literal["error", "keep", "drop"]
 
@@ -59,21 +60,6 @@ PROMPT_MESSAGES = "prompt_messages"
 
 IMAGE_INPUTS = "multi_modal_inputs"
 """Name of the pixels of a row, and what else of its images the model takes; in a file with images only."""
-
-
-class ImageInputs(Protocol):
-    """What a model takes for the images of a run's trajectories. All raise `ConfigError`."""
-
-    @property
-    def position_rows(self) -> int:
-        """1: positions count tokens; 4: those, and three of the model."""
-
-    def inputs(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Tensors by name, of a row as the artifact has it, JSON decoded; of one without images, none."""
-
-    def positions(self, ids: npt.NDArray[np.int64], inputs: Mapping[str, Any]) -> npt.NDArray[np.int64]:
-        """The model's own positions of the ids of a row, shape (3, length)."""
-
 
 _ROWS_AT_ONCE = 1024
 """Rows padded at once: their indices and masks take about 30 bytes a padded token, besides the tensors."""
@@ -89,6 +75,22 @@ _COLUMNS = {
     **{"finish_reason": object, "policy_versions": object, "is_snapshot": np.bool_},
 }
 """Arrays beside the tensors that every file has."""
+_RESERVED = {*TENSORS, *_COLUMNS, PROMPT_MESSAGES, IMAGE_INPUTS}
+"""Names that no column of a row's own may have."""
+
+
+class ImageInputs(Protocol):
+    """What a model takes for the images of a run's trajectories. All raise `ConfigError`."""
+
+    @property
+    def position_rows(self) -> int:
+        """1: positions count tokens; 4: those, and three of the model."""
+
+    def inputs(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors by name, of a row as the artifact has it, JSON decoded; of one without images, none."""
+
+    def positions(self, ids: npt.NDArray[np.int64], inputs: Mapping[str, Any]) -> npt.NDArray[np.int64]:
+        """The model's own positions of the ids of a row, shape (3, length)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,29 +114,14 @@ class _Layout:
     """What every file of an export has in common, known before a row is written."""
 
     rows: int
-    prompt_width: int
-    response_width: int
-    with_logprobs: bool
-    logprobs: LogprobKind | None
-    """Their kind; None where the artifact does not say."""
-    with_scores: bool
-    extra: Sequence[str]
+    shapes: dict[str, tuple[int, ...]]
+    """Of a row of each tensor there is."""
+    meta_info: Row
+    extra: list[str]
     """Names of the rows' own columns, and of what loops added."""
-    reward_extra: Sequence[str]
+    reward_extra: list[str]
     images: ImageInputs | None
     """Where a row has images."""
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of a row of each tensor there is."""
-        prompt, response = self.prompt_width, self.response_width
-        widths = {"prompts": prompt, "responses": response, "response_mask": response}
-        widths |= dict.fromkeys(("input_ids", "attention_mask", "position_ids"), prompt + response)
-        widths |= {"rollout_log_probs": response} if self.with_logprobs else {}
-        widths |= {"rm_scores": response} if self.with_scores else {}
-        shapes: dict[str, tuple[int, ...]] = {name: (width,) for name, width in widths.items()}
-        if self.images is not None and self.images.position_rows > 1:
-            shapes["position_ids"] = self.images.position_rows, *shapes["position_ids"]
-        return shapes
 
 
 def export_dataproto(
@@ -183,13 +170,14 @@ def export_dataproto(
         tables = _tables_of_files(artifact, per_file, drop=options.unscored == "drop")
         for temporary, table in zip(temporaries, tables, strict=True):
             unknown += _write_file(temporary, table, layout, options.pad_token_id, artifact, cancelled)
-    for old in set(dataproto_files(target)) - set(names):
+    for old in {*dataproto_files(target)} - {*names}:
         old.unlink()
     if unknown:
         logger.warning(
             "%d of %d rows have no raw_prompt: their loop makes engine calls that are no message of the "
             "conversation, and does not say extra['prompt_messages'] (docs/export.md)",
-            *(unknown, layout.rows),
+            unknown,
+            layout.rows,
         )
     return layout.rows
 
@@ -205,10 +193,10 @@ def check_packages() -> None:
     """Raises `ConfigError` when what writes a DataProto is not installed."""
     missing = [name for name in ("torch", "tensordict") if find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            f"a DataProto needs {' and '.join(missing)}, not installed here: "
-            "pip install 'rollstream[dataproto]'"
-        )
+        raise ConfigError(f"a DataProto needs {' and '.join(missing)}: pip install 'rollstream[dataproto]'")
+
+
+# -- what is in the artifact
 
 
 def _survey(
@@ -219,7 +207,7 @@ def _survey(
     sampling: Mapping[str, Any],
 ) -> _Layout:
     """Reads the artifact once for its lengths and names, and for what cannot be written."""
-    rows = tokens = without_logprobs = unscored = 0
+    rows = without_logprobs = unscored = 0
     with_images, changes = False, dict(sampling)
     longest = {"prompt": 0, "response": 0}
     names: dict[str, dict[str, None]] = {"extra": {}, "reward_extra": {}}
@@ -235,78 +223,69 @@ def _survey(
             if what == "prompt" and pc.min(lengths).as_py() == 0:
                 raise ConfigError(f"{artifact} has trajectories without token ids")
             longest[what] = max(longest[what], pc.max(lengths).as_py() or 0)
-            tokens += pc.sum(lengths).as_py() or 0
         without_logprobs += table["response_logprobs"].null_count
-        for column, found in names.items():
+        for column, known in names.items():
             for text in pc.unique(table[column]).to_pylist():
                 values = orjson.loads(text)
-                found.update(dict.fromkeys(values))
+                known.update(dict.fromkeys(values))
                 if column == "extra":
                     changes |= _own_sampling(values)
-    _say_unscored(artifact, rows, unscored, options.unscored)
+    _check_unscored(artifact, rows, unscored, options.unscored)
     if with_images and images is None:
         raise ConfigError(f"{artifact} has conversations with images, and nothing here reads them")
     if 0 < without_logprobs < rows:
         logger.warning(
             "%d of %d rows have no log-probs, so there are no rollout_log_probs", without_logprobs, rows
         )
-    extra, reward_extra = ([name for name in found if _is_free(name)] for found in names.values())
-    logprobs = logprobs_of(read_footer(artifact)) if without_logprobs == 0 else None
-    if logprobs == "raw" and changes:
+    kind: LogprobKind | None = None if without_logprobs else logprobs_of(read_footer(artifact))
+    if kind == "raw" and changes:
         logger.warning(
             "rollout_log_probs are the raw model's, and tokens were drawn with %s: they are not the log-probs of "
             "what was drawn from, which verl's corrections take them for (docs/export.md)",
             ", ".join(f"{name} {value}" for name, value in changes.items()),
         )
-    layout = _Layout(
-        rows=rows,
-        prompt_width=_width("prompt", longest["prompt"], options.prompt_width),
-        response_width=_width("response", longest["response"], options.response_width),
-        with_logprobs=without_logprobs == 0,
-        logprobs=logprobs,
-        with_scores=unscored == 0 or options.unscored == "drop",
-        # A name of both belongs to the reward, as in verl.
-        extra=[name for name in extra if name not in reward_extra],
-        reward_extra=reward_extra,
-        images=images() if with_images and images is not None else None,
-    )
-    # `prompt_messages` is said by `raw_prompt`, and the row's own reward model is what is written.
-    said = {PROMPT_MESSAGES} | ({"reward_model"} & names["extra"].keys())
-    left_out = [name for found in names.values() for name in found if not _is_free(name) and name not in said]
+    # A name of both belongs to the reward, as in verl. `prompt_messages` is said by `raw_prompt`, and the row's own
+    # reward model is what is written.
+    all_names = {**names["extra"], **names["reward_extra"]}
+    rewards = [name for name in names["reward_extra"] if name not in _RESERVED]
+    left_out = _RESERVED & all_names.keys() - {PROMPT_MESSAGES, "reward_model"}
     if left_out:
         logger.warning(
-            "columns with names that a DataProto uses itself are left out: %s",
-            ", ".join(dict.fromkeys(left_out)),
+            "columns with names that a DataProto uses itself are left out: %s", ", ".join(left_out)
         )
-    padded = rows * (layout.prompt_width + layout.response_width)
-    logger.info(
-        "%d rows padded to %d + %d tokens (%.1f times what there is); --max-rows-per-file makes several files, one "
-        "in memory at a time",
-        rows,
-        layout.prompt_width,
-        layout.response_width,
-        padded / max(1, tokens),
-    )
-    return layout
+    with_scores = unscored == 0 or options.unscored == "drop"
+    meta_info: Row = {}
+    if with_scores:
+        meta_info["reward_extra_keys"] = rewards
+    if kind is not None:
+        meta_info["logprobs"] = kind
+    prompt = _width("prompt", longest["prompt"], options.prompt_width)
+    response = _width("response", longest["response"], options.response_width)
+    widths = {"prompts": prompt, "responses": response, "response_mask": response}
+    widths |= dict.fromkeys(("input_ids", "attention_mask", "position_ids"), prompt + response)
+    widths |= {} if without_logprobs else {"rollout_log_probs": response}
+    widths |= {"rm_scores": response} if with_scores else {}
+    shapes: dict[str, tuple[int, ...]] = {name: (width,) for name, width in widths.items()}
+    reader = images() if with_images and images is not None else None
+    if reader is not None and reader.position_rows > 1:
+        shapes["position_ids"] = reader.position_rows, prompt + response
+    logger.info("%d rows padded to %d + %d tokens", rows, prompt, response)
+    extra = [name for name in names["extra"] if name not in {*_RESERVED, *rewards}]
+    return _Layout(rows, shapes, meta_info, extra, rewards, reader)
 
 
-def _own_sampling(extra: Mapping[str, Any]) -> dict[str, Any]:
+def _own_sampling(extra: Mapping[str, Any]) -> Row:
     """The sampling of a row, or of a program's calls, that leaves the model's own distribution."""
     own = extra.get("sampling_params")
     if isinstance(own, str):
         own = orjson.loads(own)
+    changes = changes_of_distribution(own) if isinstance(own, Mapping) else {}
     gateway = extra.get("gateway")
     calls = gateway.get("client_sampling") if isinstance(gateway, Mapping) else None
-    changes = changes_of_distribution(own) if isinstance(own, Mapping) else {}
     for name, values in (calls or {}).items():
         for value in values:
             changes |= changes_of_distribution({name: value})
     return changes
-
-
-def _is_free(name: str) -> bool:
-    """Whether a row's own column may have this name."""
-    return name not in TENSORS and name not in _COLUMNS and name not in (PROMPT_MESSAGES, IMAGE_INPUTS)
 
 
 def _scored(table: pa.Table) -> pa.ChunkedArray:
@@ -316,14 +295,11 @@ def _scored(table: pa.Table) -> pa.ChunkedArray:
 
 def _without_side_calls(table: pa.Table) -> pa.Table:
     """Leaves side calls out, as `Rollout.without_side_calls` does."""
-    likely = pc.match_substring(table["extra"], '"side_call":true')
-    if not pc.any(likely).as_py():
+    likely = pc.match_substring(table["extra"], '"side_call":true').to_pylist()
+    if not any(likely):
         return table
-    texts = table["extra"].to_pylist()
-    sides = [
-        may and is_side_call(orjson.loads(text)) for may, text in zip(likely.to_pylist(), texts, strict=True)
-    ]
-    return table.filter(pa.array([not side for side in sides]))
+    rows = zip(likely, table["extra"].to_pylist(), strict=True)
+    return table.filter(pa.array([not (may and is_side_call(orjson.loads(text))) for may, text in rows]))
 
 
 def _has_images(table: pa.Table) -> bool:
@@ -333,7 +309,7 @@ def _has_images(table: pa.Table) -> bool:
     return any(any(image_parts(orjson.loads(text))) for text in texts)
 
 
-def image_parts(messages: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def image_parts(messages: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
     """The parts of messages that are images, in order."""
     for message in messages:
         parts = message.get("content")
@@ -342,34 +318,30 @@ def image_parts(messages: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any
                 yield part
 
 
-def _say_unscored(artifact: Path, rows: int, unscored: int, rule: Unscored) -> None:
+def _check_unscored(artifact: Path, rows: int, unscored: int, rule: Unscored) -> None:
     """Raises or warns about rows without a reward; `rows` are those that stay."""
     if rows == 0:
+        raise ConfigError(f"{artifact} has no rows{' with a reward' * (unscored > 0)}: nothing would be left")
+    if rule == "error" and 0 < unscored < rows:
         raise ConfigError(
-            f"none of the {unscored} rows of {artifact} has a reward: nothing would be left"
-            if unscored
-            else f"{artifact} has no rows"
+            f"{unscored} of {rows} rows have no reward, which rm_scores cannot say: --unscored drop "
+            "leaves them out, --unscored keep writes all rows without rm_scores"
         )
-    if rule == "drop":
-        if unscored:
-            logger.warning("%d rows without a reward are left out", unscored)
+    if rule == "drop" and unscored:
+        logger.warning("%d rows without a reward are left out", unscored)
     elif 0 < unscored < rows:
-        if rule == "error":
-            raise ConfigError(
-                f"{unscored} of {rows} rows have no reward, which rm_scores cannot say: --unscored drop "
-                "leaves them out, --unscored keep writes all rows without rm_scores"
-            )
         logger.warning("%d of %d rows have no reward, so there are no rm_scores", unscored, rows)
 
 
-def _width(what: str, longest: int, asked: int | None) -> int:
-    if asked is None:
-        return max(1, longest)
-    if asked < longest:
+def _width(what: str, longest: int, wanted: int | None) -> int:
+    if wanted is not None and wanted < longest:
         raise ConfigError(
-            f"--{what}-width {asked} is too small: the longest {what} has {longest} tokens, and none is cut"
+            f"--{what}-width {wanted} is too small: the longest {what} has {longest} tokens, and none is cut"
         )
-    return asked
+    return wanted or max(1, longest)
+
+
+# -- writing
 
 
 def _tables_of_files(artifact: Path, per_file: int, *, drop: bool) -> Iterator[pa.Table]:
@@ -400,7 +372,7 @@ def _write_file(
     size = len(table)
     # In one piece of memory, as verl has them before it pickles, and views of it that are filled in place.
     # numpy's zeros take no memory before they are written to (torch's do), and `consolidate` only reads them.
-    zeros = {name: np.zeros((size, *shape), TENSORS[name]) for name, shape in layout.shapes().items()}
+    zeros = {name: np.zeros((size, *shape), TENSORS[name]) for name, shape in layout.shapes.items()}
     tensors = TensorDict({name: torch.from_numpy(array) for name, array in zeros.items()}, batch_size=[size])
     tensors = tensors.consolidate()
     views: dict[str, Array] = {name: np.asarray(tensors[name].numpy()) for name in zeros}
@@ -412,42 +384,26 @@ def _write_file(
             raise MergeCancelledError
         part = table.slice(at, _ROWS_AT_ONCE).combine_chunks()
         fill_tensors({name: view[at : at + len(part)] for name, view in views.items()}, part, pad_token_id)
-        for number, row in enumerate(_other_columns(part, layout, artifact), at):
-            for name, value in row.items():
+        # Tokens become Python's numbers where images are placed among them.
+        wide = "prompt_ids", "response_ids", "response_logprobs"
+        kept = part if layout.images is not None else part.drop_columns(wide)
+        for number, raw in enumerate(kept.to_pylist(), at):
+            row = decode_row(raw, artifact)
+            for name, value in _other_columns(row, layout).items():
                 others[name][number] = value
-        if layout.images is not None:
-            _add_images(layout.images, part, at, views, others[IMAGE_INPUTS], artifact)
+            if layout.images is not None:
+                inputs = others[IMAGE_INPUTS][number] = layout.images.inputs(row)
+                if layout.images.position_rows > 1:
+                    ids = np.array([*row["prompt_ids"], *row["response_ids"]], np.int64)
+                    seen = views["attention_mask"][number].astype(bool)
+                    positions = views["position_ids"][number]
+                    positions[0] = 1  # as verl fills up
+                    positions[0, seen] = np.arange(len(ids))
+                    positions[1:, seen] = layout.images.positions(ids, inputs)
     if cancelled():
         raise MergeCancelledError
-    meta_info: dict[str, Any] = {}
-    if layout.with_scores:
-        meta_info["reward_extra_keys"] = list(layout.reward_extra)
-    if layout.logprobs is not None:
-        meta_info["logprobs"] = layout.logprobs
-    save_dataproto(path, tensors, others, meta_info)
+    save_dataproto(path, tensors, others, layout.meta_info)
     return sum(prompt is None for prompt in others["raw_prompt"])
-
-
-def _add_images(
-    images: ImageInputs,
-    table: pa.Table,
-    first: int,
-    views: Mapping[str, Array],
-    inputs: Array,
-    artifact: Path,
-) -> None:
-    """Sets the pixels of rows, `first` being the number of the first one, and the positions that follow from them."""
-    columns = ["index", "repeat", "prompt_key", "prompt_ids", "response_ids", "messages"]
-    for number, raw in enumerate(table.select(columns).to_pylist(), first):
-        row = decode_row(raw, artifact)
-        inputs[number] = images.inputs(row)
-        if images.position_rows > 1:
-            ids = np.array([*row["prompt_ids"], *row["response_ids"]], np.int64)
-            seen = views["attention_mask"][number].astype(bool)
-            positions = views["position_ids"][number]
-            positions[0] = 1  # as verl fills up
-            positions[0, seen] = np.arange(len(ids))
-            positions[1:, seen] = images.positions(ids, inputs[number])
 
 
 def fill_tensors(into: Mapping[str, Array], table: pa.Table, pad_token_id: int) -> None:
@@ -501,66 +457,44 @@ def _places(
     return rows, columns
 
 
-def _other_columns(table: pa.Table, layout: _Layout, artifact: Path) -> Iterator[dict[str, Any]]:
-    """What is no tensor, row by row."""
-    masks = table["response_mask"].to_pylist()
-    names = [name for name in table.schema.names if not name.endswith(("_ids", "_mask", "_logprobs"))]
-    for raw, mask in zip(table.select(names).to_pylist(), masks, strict=True):
-        row = decode_row(raw, artifact)
-        own = row["extra"].get("reward_model")
-        model = dict(own) if isinstance(own, Mapping) else {"style": "rule"}
-        yield {
-            **{name: row["extra"].get(name) for name in layout.extra},
-            **{name: row["reward_extra"].get(name) for name in layout.reward_extra},
-            **{name: row[name] for name in _COLUMNS if name in row},
-            "__num_turns__": row["num_turns"],
-            "raw_prompt": prompt_messages(
-                row["messages"],
-                stated=row["extra"].get(PROMPT_MESSAGES),
-                engine_calls=int(row["metrics"]["engine_calls"]),
-                sampled_stretches=len(sampled_stretches(mask)),
-                aborted=row["finish_reason"] == "aborted",
-            ),
-            "reward_model": {**model, "ground_truth": row["ground_truth"]},
-            "uid": f"{row['prompt_key']}-{row['index']}",
-            "policy_versions": [(run["start"], run["version"]) for run in row["policy_versions"]],
-        }
+def _other_columns(row: Row, layout: _Layout) -> Row:
+    """What of a row is no tensor."""
+    model = row["extra"].get("reward_model")
+    return {
+        **{name: row["extra"].get(name) for name in layout.extra},
+        **{name: row["reward_extra"].get(name) for name in layout.reward_extra},
+        **{name: row[name] for name in _COLUMNS if name in row},
+        "__num_turns__": row["num_turns"],
+        "raw_prompt": shown_prompt(row),
+        "reward_model": {
+            **(model if isinstance(model, Mapping) else {"style": "rule"}),
+            "ground_truth": row["ground_truth"],
+        },
+        "uid": f"{row['prompt_key']}-{row['index']}",
+        "policy_versions": [(run["start"], run["version"]) for run in row["policy_versions"]],
+    }
 
 
-def prompt_messages(
-    messages: Sequence[dict[str, Any]],
-    *,
-    stated: object,
-    engine_calls: int,
-    sampled_stretches: int,
-    aborted: bool = False,
-) -> list[dict[str, Any]] | None:
-    """The messages that `prompt_ids` show; None where that cannot be known.
+def shown_prompt(row: Mapping[str, Any]) -> list[Row] | None:
+    """The messages that a trajectory's `prompt_ids` show; None where that cannot be known.
 
-    An artifact has the whole conversation in one list. What the loop states counts. Otherwise every engine
+    An artifact has the whole conversation in one list. What the loop states in `extra` counts. Otherwise every engine
     call must have given an assistant message and a stretch of sampled tokens, as it does in a `Conversation`:
-    then the prompt ends before as many assistant messages from the end.
-
-    Args:
-        messages: the whole conversation.
-        stated: `extra[PROMPT_MESSAGES]`, or None.
-        engine_calls: generations of this trajectory.
-        sampled_stretches: runs of ones in the response mask.
-        aborted: whether the last call may have given no tokens.
+    then the prompt ends before as many assistant messages from the end. The last call of one that was aborted may
+    have given no tokens; without a tokenizer there is no mask, and the calls alone tell.
     """
+    messages, stated = row["messages"], row["extra"].get(PROMPT_MESSAGES)
     if isinstance(stated, int) and not isinstance(stated, bool) and 0 <= stated <= len(messages):
         return list(messages[:stated])
-    if sampled_stretches != engine_calls and not (aborted and sampled_stretches == engine_calls - 1):
+    calls, aborted = int(row["metrics"]["engine_calls"]), row["finish_reason"] == "aborted"
+    stretches = len(sampled_stretches(row["response_mask"])) if row.get("prompt_ids", True) else calls
+    if stretches != calls and not (aborted and stretches == calls - 1):
         return None
     answers = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
-    if not 0 < engine_calls <= len(answers):
-        return None
-    return list(messages[: answers[-engine_calls]])
+    return list(messages[: answers[-calls]]) if 0 < calls <= len(answers) else None
 
 
-def save_dataproto(
-    path: Path, tensors: Any, non_tensor_batch: dict[str, Any], meta_info: dict[str, Any]
-) -> None:
+def save_dataproto(path: Path, tensors: Any, non_tensor_batch: Row, meta_info: Row) -> None:
     """Writes what `verl.DataProto.load_from_disk` reads.
 
     Args:
@@ -576,16 +510,16 @@ def save_dataproto(
 class _DataProto:
     """Pickles as verl's class of that name does."""
 
-    def __init__(self, batch: Any, non_tensor_batch: dict[str, Any], meta_info: dict[str, Any]) -> None:
-        self.parts = batch, non_tensor_batch, meta_info
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
 
-    def __getstate__(self) -> tuple[bytes, dict[str, Any], dict[str, Any]]:
+    def __getstate__(self) -> tuple[Any, ...]:
         import torch
 
-        batch, non_tensor_batch, meta_info = self.parts
+        batch, *others = self.parts
         buffer = io.BytesIO()
         torch.save(batch, buffer)
-        return buffer.getvalue(), non_tensor_batch, meta_info
+        return buffer.getvalue(), *others
 
 
 @contextmanager

@@ -1,21 +1,18 @@
 """The exports in a run directory: their names, of which artifact each was made, and the plain ones (jsonl, zip).
 
-`exports.json` beside them says by file name of which artifact (its checksum), when, with which options and how many
-rows it was made, so that an export from before the run went on (more data, failed rollouts tried again) is not taken
-for one of the artifact that lies beside it.
+`exports.json` beside them says by file name of which artifact it was made (its checksum), so that an export from before
+the run went on (more data, failed rollouts tried again) is not taken for one of the artifact that lies beside it.
 """
 
-import datetime
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-import rollstream
 from rollstream.errors import StorageError
 from rollstream.store.batch import DamagedFileError, read_tables, recorded_digests, require_intact
 from rollstream.store.journal import write_file_durably
@@ -49,40 +46,28 @@ def replacing(target: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def note_export(artifact: Path, *targets: Path, **facts: Any) -> None:
+def note_export(artifact: Path, *targets: Path) -> None:
     """Notes that these files were made of `artifact`, if they stand beside it in a run directory.
 
-    Args:
-        artifact: it, or where it would be.
-        targets: the files.
-        facts: what else is worth knowing of how they were made, JSON values.
-
-    Raises:
-        StorageError: it cannot be noted; the files stay.
+    Raises `StorageError`: it cannot be noted; the files stay.
     """
     root = targets[0].parent
     if root.resolve() == artifact.parent.resolve() and (root / "run.json").exists():
         noted = {name: digest for name, digest in _noted(root).items() if (root / name).exists()}
-        made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        fact = {"artifact": _digest(artifact), "made": made, "rollstream": rollstream.__version__, **facts}
-        noted |= dict.fromkeys((target.name for target in targets), fact)
+        noted |= dict.fromkeys((target.name for target in targets), _digest(artifact))
         path = root / "exports.json"
         try:
             write_file_durably(path, orjson.dumps(noted, option=orjson.OPT_INDENT_2) + b"\n")
         except OSError as error:
-            raise StorageError(
-                f"{targets[0]} is written, but not {path}, which says of what: {error.strerror}"
-            ) from error
+            raise StorageError(f"{targets[0]} is written, but not {path}: {error.strerror}") from error
 
 
 def stale_exports(root: Path) -> list[str]:
     """Names of the exports in a run directory that were not made of the artifact that is there."""
     artifact = root / "trajectories.parquet"
     noted, current = _noted(root), _digest(artifact)
-    there = sorted(
-        path.name for path in root.glob("trajectories*") if not path.name.startswith(artifact.name)
-    )
-    return [name for name in there if noted.get(name, {}).get("artifact") != current]
+    names = sorted(path.name for path in root.glob("trajectories*"))
+    return [name for name in names if not name.startswith(artifact.name) and noted.get(name) != current]
 
 
 def _digest(artifact: Path) -> str:
@@ -92,13 +77,12 @@ def _digest(artifact: Path) -> str:
     return " ".join(sorted(recorded_digests(artifact).get(artifact.name, ())))
 
 
-def _noted(root: Path) -> dict[str, dict[str, Any]]:
+def _noted(root: Path) -> dict[str, Any]:
     try:
         noted = orjson.loads(read_regular(root / "exports.json"))
     except (OSError, ValueError):
         return {}
-    entries = noted.items() if isinstance(noted, dict) else ()
-    return {name: fact for name, fact in entries if isinstance(fact, dict)}
+    return noted if isinstance(noted, dict) else {}
 
 
 def read_rows(path: Path, cancelled: Callable[[], bool] = lambda: False) -> Iterator[dict[str, Any]]:
@@ -127,8 +111,13 @@ def load_json(text: str, path: Path) -> Any:
         raise DamagedFileError(path, f"{path.name} is damaged: {error}") from error
 
 
-def export_jsonl(artifact: Path, target: Path, cancelled: Callable[[], bool] = lambda: False) -> int:
-    """Writes `target` (by a temporary name); returns its lines.
+def export_lines(
+    artifact: Path,
+    target: Path,
+    line_of: Callable[[dict[str, Any]], Any] = lambda row: row,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> int:
+    """Writes `target` (by a temporary name), a JSON value for each row; returns its lines.
 
     Raises:
         DamageError: the artifact is damaged.
@@ -138,7 +127,7 @@ def export_jsonl(artifact: Path, target: Path, cancelled: Callable[[], bool] = l
     lines = 0
     with replacing(target) as temporary, temporary.open("wb") as file:
         for row in read_rows(artifact, cancelled):
-            file.write(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE))
+            file.write(orjson.dumps(line_of(row), option=orjson.OPT_APPEND_NEWLINE))
             lines += 1
     return lines
 
@@ -158,7 +147,7 @@ def export_zip(
         StorageError: it cannot be written.
         MergeCancelledError: cancelled; `target` is as it was.
     """
-    _write([(artifact, "trajectories.parquet"), (summary, "checkpoint.json")], target, cancelled)
+    _write_zip({"trajectories.parquet": artifact, "checkpoint.json": summary}, target, cancelled)
 
 
 def zip_batches(paths: RunPaths, target: Path, cancelled: Callable[[], bool] = lambda: False) -> int:
@@ -169,19 +158,18 @@ def zip_batches(paths: RunPaths, target: Path, cancelled: Callable[[], bool] = l
     batches = [paths.batch(number) for number in paths.batch_numbers()]
     for batch in batches:
         require_intact(batch)
-    files = [(path, f"batches/{path.name}") for path in batches]
-    files.append((paths.root / "checkpoint.json", "checkpoint.json"))
-    _write(files, target, cancelled)
+    files = {f"batches/{path.name}": path for path in batches}
+    _write_zip({**files, "checkpoint.json": paths.root / "checkpoint.json"}, target, cancelled)
     return len(batches)
 
 
-def _write(files: Sequence[tuple[Path, str]], target: Path, cancelled: Callable[[], bool]) -> None:
+def _write_zip(files: Mapping[str, Path], target: Path, cancelled: Callable[[], bool]) -> None:
     # Stored: Parquet is compressed already, and what is stored can be read where it is.
     with (
         replacing(target) as temporary,
         zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED, strict_timestamps=False) as archive,
     ):
-        for path, name in files:
+        for name, path in files.items():
             if not path.exists():
                 continue
             entry = zipfile.ZipInfo.from_file(path, name, strict_timestamps=False)

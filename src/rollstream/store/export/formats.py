@@ -18,9 +18,9 @@ def _parquet(call: ExportCall) -> int:
 
 
 def _jsonl(call: ExportCall) -> int:
-    from rollstream.store.export.files import export_jsonl
+    from rollstream.store.export.files import export_lines
 
-    return export_jsonl(call.artifact, call.target, call.cancelled)
+    return export_lines(call.artifact, call.target, cancelled=call.cancelled)
 
 
 def _zip(call: ExportCall) -> int:
@@ -35,18 +35,16 @@ def _zip(call: ExportCall) -> int:
 def _dataproto(call: ExportCall) -> int:
     from rollstream.store.export.dataproto import DataProtoOptions, export_dataproto
 
-    given, manifest = dict(call.options), call.manifest
-    if "pad_token_id" not in given:
+    options, manifest = dict(call.options), call.manifest
+    if "pad_token_id" not in options:
         if manifest.pad_token_id is None and manifest.identity.get("model.tokenizer", "") is not None:
-            raise ConfigError(
-                f"{call.root / 'run.json'} has no pad_token_id, which pads: say it by --pad-token-id"
-            )
-        given["pad_token_id"] = manifest.pad_token_id or 0
+            raise ConfigError(f"{call.root / 'run.json'} has no pad_token_id: say it by --pad-token-id")
+        options["pad_token_id"] = manifest.pad_token_id or 0
     return export_dataproto(
         call.artifact,
         call.target,
         call.cancelled,
-        options=DataProtoOptions(**given),
+        options=DataProtoOptions(**options),
         images=call.images,
         sampling=manifest.sampling_changes,
     )

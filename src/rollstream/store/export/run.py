@@ -225,7 +225,7 @@ def write_export(
     rows = export_format(name).write(call)
     if name == "parquet":
         return rows
-    note_export(artifact, *_written(target), rows=rows, options=dict(options))
+    note_export(artifact, *_written(target))
     return rows
 
 

@@ -76,24 +76,22 @@ async def test_from_the_command_line(
 
 
 @pytest.mark.parametrize(
-    ("failure", "error", "message"),
+    ("failure", "error"),
     [
-        (refusal(403), ConfigError, "does not let you write to a/b"),
-        (refusal(500), StorageError, "is there; push it again"),
-        (httpx.ReadTimeout("slow"), StorageError, "slow.*push it again"),
+        (refusal(403), ConfigError),
+        (refusal(500), StorageError),
+        (httpx.ReadTimeout("slow"), StorageError),
     ],
 )
-def test_pushing(
-    tmp_path: Path, hub: type[Hub], failure: Exception, error: type[Exception], message: str
-) -> None:
+def test_pushing(tmp_path: Path, hub: type[Hub], failure: Exception, error: type[Exception]) -> None:
     assert push_folder(tmp_path, "a/b", public=True) == "https://huggingface.co/datasets/me/x"
     assert hub.calls[0][1]["private"] is False
     hub.failure = failure
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match="a/b"):
         push_folder(tmp_path, "a/b")
 
 
 def test_a_name_that_cannot_be(tmp_path: Path) -> None:
     """By the real client: it looks at names before it connects."""
-    with pytest.raises(ConfigError, match="--push a/b/c"):
+    with pytest.raises(ConfigError, match="a/b/c"):
         push_folder(tmp_path, "a/b/c")

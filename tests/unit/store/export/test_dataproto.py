@@ -150,7 +150,7 @@ def test_rows_without_reward_are_never_a_silent_zero(tmp_path: Path, missing: fl
     assert dropped.non_tensor_batch["index"].tolist() == [0, 1]
     nobody = rollouts(trajectory(reward=missing))
     assert "rm_scores" not in export(tmp_path, nobody)[0].batch
-    with pytest.raises(ConfigError, match="none of the 1 rows"):
+    with pytest.raises(ConfigError, match="nothing would be left"):
         export(tmp_path, nobody, unscored="drop")
 
 

@@ -6,16 +6,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.store.export.dataproto import prompt_messages
+from rollstream.store.export.dataproto import shown_prompt
 from tests.unit.store.export.artifacts import conversation
+
+
+def row_of(
+    messages: list[dict[str, Any]], calls: int, stretches: int, *, stated: Any = None, aborted: bool = False
+) -> dict[str, Any]:
+    return {
+        "messages": messages,
+        "extra": {"prompt_messages": stated},
+        "metrics": {"engine_calls": float(calls)},
+        "response_mask": [1, 0] * stretches,
+        "finish_reason": "aborted" if aborted else "stop",
+    }
 
 
 @given(st.integers(1, 6), st.integers(0, 4))
 def test_the_prompt_ends_before_the_first_sampled_answer(answers: int, few_shot: int) -> None:
-    found = prompt_messages(
-        conversation(answers, few_shot=few_shot), stated=None, engine_calls=answers, sampled_stretches=answers
-    )
-    assert found == conversation(0, few_shot=few_shot)
+    row = row_of(conversation(answers, few_shot=few_shot), answers, answers)
+    assert shown_prompt(row) == conversation(0, few_shot=few_shot)
+    assert shown_prompt(row | {"response_mask": [], "prompt_ids": []}) == shown_prompt(row)  # no tokenizer
 
 
 @given(
@@ -29,15 +40,13 @@ def test_it_is_a_beginning_of_the_conversation_or_unknown(
     roles: list[str], stated: Any, calls: int, stretches: int, aborted: bool
 ) -> None:
     messages = [{"role": role, "at": at} for at, role in enumerate(roles)]
-    found = prompt_messages(
-        messages, stated=stated, engine_calls=calls, sampled_stretches=stretches, aborted=aborted
-    )
-    if found is not None:
-        assert found == messages[: len(found)]
+    prompt = shown_prompt(row_of(messages, calls, stretches, stated=stated, aborted=aborted))
+    if prompt is not None:
+        assert prompt == messages[: len(prompt)]
     if isinstance(stated, int) and not isinstance(stated, bool) and 0 <= stated <= len(messages):
-        assert found == messages[:stated]
-    elif found is not None:
-        assert sum(message["role"] == "assistant" for message in messages[len(found) :]) == calls > 0
+        assert prompt == messages[:stated]
+    elif prompt is not None:
+        assert sum(message["role"] == "assistant" for message in messages[len(prompt) :]) == calls > 0
 
 
 @pytest.mark.parametrize(
@@ -53,11 +62,5 @@ def test_it_is_a_beginning_of_the_conversation_or_unknown(
     ],
 )
 def test_what_does_not_fit_is_unknown(calls: int, stretches: int, aborted: bool, known: bool) -> None:
-    found = prompt_messages(
-        conversation(2, few_shot=1),
-        stated=None,
-        engine_calls=calls,
-        sampled_stretches=stretches,
-        aborted=aborted,
-    )
-    assert (found is not None) == known
+    row = row_of(conversation(2, few_shot=1), calls, stretches, aborted=aborted)
+    assert (shown_prompt(row) is not None) == known
