@@ -4,6 +4,7 @@ import asyncio
 import importlib.resources
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 from urllib.parse import unquote
@@ -20,10 +21,8 @@ from rollstream.evaluate.metrics import SOLVED_AT
 from rollstream.store.columns import Array, RunColumns
 from rollstream.trajectory import failure_cause
 from rollstream.view import reader
-from rollstream.view.compare import compare
 from rollstream.view.filter import Filter, FilterError, sort_rows
-from rollstream.view.overview import overview, tools
-from rollstream.view.search import search
+from rollstream.view.overview import compare, overview, tools
 from rollstream.view.sources import BufferSource, RunSource, Source, Sources, TrainingSource
 from rollstream.view.tokens import encode_tokens
 from rollstream.web import Access, HTTPError, Request, Route, WebServer, render_json_error
@@ -146,10 +145,8 @@ class ViewServer:
     async def start(self, host: str, port: int) -> str:
         """Listens; returns the URL. Raises `ConfigError`."""
         url = await self._web.start(host, port)
-        self._reading_ahead = reading = asyncio.ensure_future(self._in_thread(self._sources.read_ahead))
-        reading.add_done_callback(
-            lambda _: reading.cancelled() or reading.exception()
-        )  # the page says it, too
+        self._reading_ahead = asyncio.ensure_future(self._in_thread(self._sources.read_ahead))
+        self._reading_ahead.add_done_callback(_take_error)  # the page says it, too
         return url
 
     async def stop(self) -> None:
@@ -160,26 +157,18 @@ class ViewServer:
         """Reads in a thread: others are answered meanwhile, and a read that hangs does not keep the process."""
         await self._threads.acquire()
         running = asyncio.ensure_future(in_daemon_thread(work, *arguments))
-
-        def end(_: object) -> None:  # also of a read that nobody waits for any more
-            self._threads.release()
-            if not running.cancelled():
-                running.exception()
-
-        running.add_done_callback(end)
+        running.add_done_callback(lambda _: self._threads.release())  # also where nobody waits any more
+        running.add_done_callback(_take_error)
         return await asyncio.shield(running)
 
     def _handler(self, answer: Callable[[Request], Any]) -> Callable[[Request], Awaitable[web.Response]]:
-        """Answers by what a function reads."""
+        """Answers by what a function reads, in a thread."""
 
         def work(request: Request) -> web.Response:
             value = answer(request)
             return value if isinstance(value, web.Response) else _response(_json(value), "application/json")
 
-        async def handle(request: Request) -> web.Response:
-            return await self._in_thread(work, request)
-
-        return handle
+        return partial(self._in_thread, work)
 
     async def _file(self, request: Request) -> web.Response:
         found = self._static.get(request.params.get("name", "index.html"))
@@ -217,8 +206,8 @@ class ViewServer:
             raise HTTPError(400, f"there is no column {', '.join(sorted(unknown))}", where="columns")
         selected = self._select(request, columns, query, query.sort)
         shown = query.page(selected)
-        cells = zip(shown.tolist(), *(columns.values(name, shown) for name in names), strict=True)
-        rows = [list(row) for row in cells]
+        cells = [shown.tolist(), *(columns.values(name, shown) for name in names)]
+        rows = [list(row) for row in zip(*cells, strict=True)]
         return {"total": len(selected), "all": columns.rows, "columns": names, "rows": rows}
 
     def _groups(self, request: Request) -> dict[str, Any]:
@@ -231,11 +220,9 @@ class ViewServer:
             order = order[np.isin(groups["index"][order], chosen)]
         shown = query.page(order)
         first = groups["first"][shown]
-        cells: dict[str, Sequence[Any]] = {name: values[shown].tolist() for name, values in groups.items()}
-        del cells["first"], cells["total"]
+        cells = _cells({name: groups[name] for name in groups if name not in ("first", "total")}, shown)
         cells |= {name: columns.values(name, first) for name in ("prompt_key", "data_source")}
-        cells["prompt"] = reader.prompts(columns, first)
-        return {"total": len(order), "groups": _records(cells)}
+        return {"total": len(order), "groups": _records({**cells, "prompt": reader.prompts(columns, first)})}
 
     def _failures(self, request: Request) -> dict[str, Any]:
         query = request.arguments(_Query)
@@ -251,16 +238,15 @@ class ViewServer:
     def _compare(self, request: Request) -> dict[str, Any]:
         query = request.arguments(_Query)
         a, b = (self._sources.get(id, RunSource).columns() for id in (query.a, query.b))
-        said, columns = compare(a, b)
+        comparison, columns = compare(a, b)
         order = _sorted(columns, query.sort or "-difference")
         if query.outcome is not None:
             order = order[np.sign(columns["difference"][order]) == _SIGNS[query.outcome]]
-        shown = query.page(order)
-        cells: dict[str, Sequence[Any]] = {name: values[shown].tolist() for name, values in columns.items()}
+        cells = _cells(columns, query.page(order))
         cells["prompt_key"] = [key.decode("utf-8", "replace") for key in cells["prompt_key"]]
-        first = [int(a.rollout_rows(index)[0]) for index in cells["index_a"]]
-        cells["prompt"] = reader.prompts(a, np.array(first, np.int64))
-        return {**said, "total": len(order), "rows": _records(cells)}
+        first = np.array([int(a.rollout_rows(index)[0]) for index in cells["index_a"]], np.int64)
+        rows = _records({**cells, "prompt": reader.prompts(a, first)})
+        return {**comparison, "total": len(order), "rows": rows}
 
     # -- trainings
 
@@ -282,7 +268,7 @@ class ViewServer:
             raise HTTPError(400, "text is empty: what is to be searched for?", where="text")
         columns = await self._in_thread(lambda: self._run(request).columns())
         rows = await self._in_thread(self._select, request, columns, query)
-        steps = search(columns, query.text, rows)
+        steps = reader.search(columns, query.text, rows)
 
         async def events() -> AsyncIterator[bytes]:
             while (found := await self._in_thread(next, steps, None)) is not None:
@@ -294,14 +280,13 @@ class ViewServer:
         query, loop = request.arguments(_Query), asyncio.get_running_loop()
         await self._in_thread(self._run, request)  # 404 before the stream begins
 
-        def look() -> dict[str, Any]:
-            return self._run(request).state()  # another run may have begun there
-
         async def events() -> AsyncIterator[bytes]:
             said, silent_since = query.cursor, loop.time()
             while True:
                 began = loop.time()
-                state = await self._in_thread(look)
+                state = await self._in_thread(
+                    lambda: self._run(request).state()
+                )  # another may have begun there
                 if state["cursor"] != said:
                     said, silent_since = state["cursor"], began
                     yield _event("change", state, said)
@@ -323,8 +308,9 @@ class ViewServer:
             stats = await buffer.stats()
             leases = await buffer.leases() if hasattr(buffer, "leases") else []
             dropped = await buffer.groups(state="dropped", limit=_DROPPED)
-        said = {"status": stats, "groups": stats["store"]["groups"], "leases": leases, "dropped": dropped}
-        return _response(_json(said), "application/json")
+        groups = stats["store"]["groups"]
+        body = _json({"status": stats, "groups": groups, "leases": leases, "dropped": dropped})
+        return _response(body, "application/json")
 
     async def _buffer_items(self, request: Request) -> web.Response:
         query = request.arguments(_Query)
@@ -332,16 +318,21 @@ class ViewServer:
         async with self._open_buffer(request) as buffer:
             total = (await buffer.stats())["store"]["items"] if query.state is None else None
             groups = await buffer.groups(**which, after=query.offset, limit=min(query.limit, 100))
-            found = [await buffer.group(group["id"]) for group in groups]
+            contents = [await buffer.group(group["id"]) for group in groups]
         items = [
             {"group": group["id"], "state": group["state"], **item}
-            for group, one in zip(groups, found, strict=True)
-            for item in one["items"]
+            for group, content in zip(groups, contents, strict=True)
+            for item in content["items"]
         ]
         after = groups[-1]["id"] if groups else None
-        return _response(
-            _json({"total": total, "items": items, "groups": groups, "next": after}), "application/json"
-        )
+        body = _json({"total": total, "items": items, "groups": groups, "next": after})
+        return _response(body, "application/json")
+
+
+def _take_error(ended: "asyncio.Future[Any]") -> None:
+    """No warning where nobody waits for a result."""
+    if not ended.cancelled():
+        ended.exception()
 
 
 def _patience(request: Request) -> Callable[[], None]:
@@ -360,14 +351,8 @@ def _patience(request: Request) -> Callable[[], None]:
 def _static_files() -> dict[str, tuple[bytes, str]]:
     """The page's files, read once: no path of a client's ever reaches the disk."""
     root = Path(str(importlib.resources.files("rollstream.view") / "static"))
-    files = [path for path in root.rglob("*") if path.is_file()]
-    return {
-        path.relative_to(root).as_posix(): (
-            path.read_bytes(),
-            _TYPES.get(path.suffix, "text/plain; charset=utf-8"),
-        )
-        for path in files
-    }
+    kinds = {path: _TYPES.get(path.suffix, "text/plain; charset=utf-8") for path in root.rglob("*.*")}
+    return {path.relative_to(root).as_posix(): (path.read_bytes(), kind) for path, kind in kinds.items()}
 
 
 def _described(source: Source) -> dict[str, Any]:
@@ -384,6 +369,10 @@ def _sorted(columns: Mapping[str, Array], sort: str) -> Array:
         raise HTTPError(400, f"sort by {', '.join(columns)}, not {name!r}", where="sort")
     down = name.startswith("-") and values.dtype.kind != "S"
     return np.argsort(-values if down else values, kind="stable")
+
+
+def _cells(columns: Mapping[str, Array], rows: Array) -> dict[str, list[Any]]:
+    return {name: values[rows].tolist() for name, values in columns.items()}
 
 
 def _records(cells: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -431,14 +420,15 @@ async def _stream(request: Request, events: AsyncIterator[bytes]) -> web.StreamR
 def _translate(error: Exception) -> HTTPError | None:
     if isinstance(error, FilterError):
         return HTTPError(400, str(error), "bad_filter", str(error.position))
-    for kind, status, code in (
-        (NotFoundError, 404, "not_found"),
-        (DamageError, 422, "damaged"),
-        (RunDirectoryError, 422, "not_a_run"),
-        (UnicodeDecodeError, 422, "damaged"),
-        (StorageError, 503, "storage"),
-        (ConfigError, 400, "bad_request"),
-    ):
+    statuses: dict[type[Exception], tuple[int, str]] = {
+        NotFoundError: (404, "not_found"),
+        DamageError: (422, "damaged"),
+        RunDirectoryError: (422, "not_a_run"),
+        UnicodeDecodeError: (422, "damaged"),
+        StorageError: (503, "storage"),
+        ConfigError: (400, "bad_request"),
+    }
+    for kind, (status, code) in statuses.items():
         if isinstance(error, kind):
             return HTTPError(status, str(error), code)
     return None

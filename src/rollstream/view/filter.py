@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollstream.errors import RollstreamError
-from rollstream.store.arrow import to_arrow, to_arrow_texts
+from rollstream.store.arrow import column_values, to_arrow, to_arrow_texts
 from rollstream.store.columns import Array, RunColumns
 
 _TOKEN: Final = re.compile(
@@ -44,9 +44,8 @@ _MOST_TESTS: Final = 100
 _DEEPEST: Final = 50
 """Brackets and nots within each other."""
 
-_JOIN: Final[dict[str, Callable[[Any, Any], Any]]] = {"or": operator.or_, "and": operator.and_}
-_Step = str | Callable[[RunColumns], Array]
-"""A comparison, or `and`, `or`, `not` of what came before."""
+_Check = Callable[[], None]
+_Test = Callable[[RunColumns, _Check], Array]
 
 
 class FilterError(RollstreamError):
@@ -80,64 +79,60 @@ class Filter:
         if len(text) > _MOST_CHARACTERS:
             raise FilterError(f"a filter has {_MOST_CHARACTERS} characters at most", _MOST_CHARACTERS)
         self._columns = {column["name"]: column["type"] for column in columns.columns()}
-        self._steps: list[_Step] = []
-        """A comparison's rows go onto a stack; a word takes from there what it joins."""
         self._tests = 0
-        self._tokens: list[_Token] = []
-        at = 0
-        while not self._tokens or self._tokens[-1].kind != "end":
-            match = _TOKEN.match(text, at)
-            if match is None:
-                at += len(text[at:]) - len(text[at:].lstrip())
-                raise FilterError(f"{text[at : at + 10]!r} is not understood", at)
-            kind = str(match.lastgroup)
-            self._tokens.append(_Token(kind, match[kind], match.start(kind)))
-            at = match.end()
-        self._tokens.reverse()  # the next one is the last
+        self._tokens = _tokens(text)[::-1]  # the next one is the last
+        self._passes: _Test | None = None
         if text.strip():
-            self._joined("or", 0)
+            self._passes = self._either(0)
             self._take("end", "and, or, or the end")
 
-    def rows(self, columns: RunColumns, check: Callable[[], None] = lambda: None) -> Array:
+    def rows(self, columns: RunColumns, check: _Check = lambda: None) -> Array:
         """Which rows pass. Shape (rows,). `check` is called between comparisons, and may raise."""
-        stack: list[Array] = [np.ones(columns.rows, bool)]
-        for step in self._steps:
-            check()
-            if callable(step):
-                stack.append(step(columns))
-            elif step == "not":
-                stack.append(~stack.pop())
-            else:
-                stack.append(_JOIN[step](stack.pop(), stack.pop()))
-        return stack[-1]
+        return np.ones(columns.rows, bool) if self._passes is None else self._passes(columns, check)
 
-    def _joined(self, word: str, depth: int) -> None:
-        self._joined("and", depth) if word == "or" else self._one(depth)
+    def _either(self, depth: int) -> _Test:
+        return self._joined(
+            "or", operator.or_, lambda: self._joined("and", operator.and_, lambda: self._one(depth))
+        )
+
+    def _joined(self, word: str, join: Callable[[Any, Any], Any], part: Callable[[], _Test]) -> _Test:
+        tests = [part()]
         while self._skip(word):
-            self._joined("and", depth) if word == "or" else self._one(depth)
-            self._steps.append(word)
+            tests.append(part())
 
-    def _one(self, depth: int) -> None:
+        def passes(rows: RunColumns, check: _Check) -> Array:
+            found = tests[0](rows, check)
+            for test in tests[1:]:
+                found = join(found, test(rows, check))
+            return found
+
+        return passes
+
+    def _one(self, depth: int) -> _Test:
         token = self._tokens.pop()
         if depth > _DEEPEST:
             raise FilterError("too many brackets within each other", token.at)
         if token.is_word("not"):
-            self._one(depth + 1)
-            self._steps.append("not")
-        elif token.text == "(":
-            self._joined("or", depth + 1)
+            inner = self._one(depth + 1)
+            return lambda rows, check: ~inner(rows, check)
+        if token.text == "(":
+            inner = self._either(depth + 1)
             self._take(")", ")")
-        elif token.kind in ("sign", "end") or token.value not in self._columns:
+            return inner
+        if token.kind in ("sign", "end") or token.value not in self._columns:
             known = ", ".join(self._columns)
             raise FilterError(f"{token.text!r}: expected a column, not, or (; there are {known}", token.at)
-        else:
-            self._tests += 1
-            if self._tests > _MOST_TESTS:
-                text = (
-                    f"a filter has {_MOST_TESTS} comparisons at most; a list is one: {token.text} in (a, b)"
-                )
-                raise FilterError(text, token.at)
-            self._comparison(token.value)
+        self._tests += 1
+        if self._tests > _MOST_TESTS:
+            hint = f"a filter has {_MOST_TESTS} comparisons at most; a list is one: {token.text} in (a, b)"
+            raise FilterError(hint, token.at)
+        test = self._comparison(token.value)
+
+        def passes(rows: RunColumns, check: _Check) -> Array:
+            check()
+            return test(rows)
+
+        return passes
 
     def _take(self, wanted: str, expected: str) -> None:
         token = self._tokens.pop()
@@ -150,34 +145,31 @@ class Filter:
             self._tokens.pop()
         return found
 
-    def _comparison(self, name: str) -> None:
+    def _comparison(self, name: str) -> Callable[[RunColumns], Array]:
         """A column against the value, or the values, that come next."""
         kind, negated = self._columns[name], self._skip("not")
         if negated or self._tokens[-1].is_word("in"):
             self._take("in", "in")
             self._take("(", "(")
-            values = [self._value(name, kind, "=")]
+            values = [self._value(name, kind)]
             while self._skip(","):
-                values.append(self._value(name, kind, "="))
+                values.append(self._value(name, kind))
             self._take(")", ", or )")
-            self._steps.append(lambda rows: _within(rows, name, kind, values) != negated)
-            return
+            return lambda rows: _within(rows, name, kind, values) != negated
         sign = self._tokens.pop()
         if sign.text not in (*_EQUALITY, *_ORDER, "~"):
             raise FilterError(f"{sign.text!r}: expected one of = != < <= > >= ~ in", sign.at)
-        ordered = sign.text not in _EQUALITY
         null = self._tokens[-1].is_word("null")
-        if ordered and (null or kind == "bool" or (kind == "number" and sign.text == "~")):
+        value = self._value(name, kind)
+        if sign.text in _EQUALITY:
+            return lambda rows: _within(rows, name, kind, [value]) != (sign.text == "!=")
+        if null or kind == "bool" or (kind == "number" and sign.text == "~"):
             raise FilterError(f"{sign.text} does not go with {'null' if null else f'a {kind}'}", sign.at)
-        value = self._value(name, kind, sign.text)
-        if not ordered:
-            self._steps.append(lambda rows: _within(rows, name, kind, [value]) != (sign.text == "!="))
-        elif kind == "text":
-            self._steps.append(lambda rows: _text_test(rows, name, sign.text, value))
-        else:
-            self._steps.append(lambda rows: _number_test(rows[name], sign.text, value))
+        if kind == "text":
+            return lambda rows: _text_test(rows, name, sign.text, value)
+        return lambda rows: _number_test(rows[name], sign.text, value)
 
-    def _value(self, name: str, kind: str, sign: str) -> Any:
+    def _value(self, name: str, kind: str) -> Any:
         """The value that comes next, of the column's type; None is null."""
         token = self._tokens.pop()
         word = token.value
@@ -197,11 +189,24 @@ class Filter:
             raise FilterError(f"{token.text!r} is not a number, as {name} is", token.at) from None
 
 
+def _tokens(text: str) -> list[_Token]:
+    tokens, at = list[_Token](), 0
+    while not tokens or tokens[-1].kind != "end":
+        match = _TOKEN.match(text, at)
+        if match is None:
+            at += len(text[at:]) - len(text[at:].lstrip())
+            raise FilterError(f"{text[at : at + 10]!r} is not understood", at)
+        kind = str(match.lastgroup)
+        tokens.append(_Token(kind, match[kind], match.start(kind)))
+        at = match.end()
+    return tokens
+
+
 def _within(rows: RunColumns, name: str, kind: str, values: Sequence[Any]) -> Array:
     """Which cells are one of some values."""
     cells, known = rows[name], [value for value in values if value is not None]
     if kind == "text":
-        return _truths(pc.is_in(rows.texts(name), value_set=to_arrow_texts(known)))[cells]
+        return _of_texts(pc.is_in(rows.texts(name), value_set=to_arrow_texts(known)), cells)
     with np.errstate(over="ignore"):
         wanted = np.array(known, cells.dtype if cells.dtype.kind == "f" else None)
     found: Array = cells == wanted[0] if len(wanted) == 1 else np.isin(cells, wanted)
@@ -218,13 +223,13 @@ def _text_test(rows: RunColumns, name: str, sign: str, word: str) -> Array:
     """Which texts pass a test, each tried once."""
     texts = rows.texts(name)
     if sign == "~":
-        return _truths(pc.match_substring(texts, word, ignore_case=True))[rows[name]]
-    return _truths(_ORDER[sign][1](texts, to_arrow_texts([word])[0]))[rows[name]]
+        return _of_texts(pc.match_substring(texts, word, ignore_case=True), rows[name])
+    return _of_texts(_ORDER[sign][1](texts, to_arrow_texts([word])[0]), rows[name])
 
 
-def _truths(found: pa.Array) -> Array:
-    truths: Array = np.from_dlpack(found.cast(pa.uint8())) == 1
-    return truths if len(truths) else np.zeros(1, bool)
+def _of_texts(truths: pa.Array, codes: Array) -> Array:
+    found: Array = column_values(truths)[codes] if len(truths) else np.zeros(len(codes), bool)
+    return found
 
 
 def sort_rows(rows: RunColumns, selected: Array, sort: Sequence[str]) -> Array:
@@ -243,7 +248,7 @@ def sort_rows(rows: RunColumns, selected: Array, sort: Sequence[str]) -> Array:
         cells = rows[name][selected]
         if kinds[name] == "text":  # the place of each text among all
             ranks = np.zeros(len(rows.texts(name)) + 1, np.int32)
-            ranks[np.from_dlpack(pc.sort_indices(rows.texts(name)))] = np.arange(len(ranks) - 1)
+            ranks[column_values(pc.sort_indices(rows.texts(name)))] = np.arange(len(ranks) - 1)
             cells = ranks[cells]
         elif cells.dtype.kind == "f":
             cells = np.where(np.isfinite(cells), cells + 0.0, np.nan)  # -0.0 becomes 0.0
@@ -251,5 +256,5 @@ def sort_rows(rows: RunColumns, selected: Array, sort: Sequence[str]) -> Array:
         keys.append((name, "descending" if key.startswith("-") else "ascending"))
     if not keys:
         return selected
-    found: Array = selected[np.from_dlpack(pc.sort_indices(pa.table(columns), sort_keys=keys))]
+    found: Array = selected[column_values(pc.sort_indices(pa.table(columns), sort_keys=keys))]
     return found

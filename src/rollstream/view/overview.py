@@ -1,16 +1,21 @@
-"""A run at a glance: what is counted over all of its rows. Every figure has a filter that finds its rows."""
+"""A run at a glance: what is counted over all of its rows; two runs against each other.
+
+Every figure has a filter that finds its rows.
+"""
 
 import contextlib
 import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from rollstream.evaluate.metrics import SOLVED_AT, SUMS_MAY_OVERFLOW, mean_of_sums
+from rollstream.evaluate.compare import pair_prompts
+from rollstream.evaluate.metrics import SOLVED_AT, SUMS_MAY_OVERFLOW, Estimate, mean_of_sums
 from rollstream.store.arrow import to_arrow
 from rollstream.store.columns import Array, RunColumns
 from rollstream.store.records import FailureRecord
@@ -42,40 +47,73 @@ def group_figures(rows: RunColumns, solved_at: float = SOLVED_AT) -> Groups:
     final, reward = ~rows["is_snapshot"][order], rows["reward"][order]
     scored = final & np.isfinite(reward)
 
-    def total(values: Array) -> Array:
+    def over(function: np.ufunc, values: Array) -> Array:
         values = values.astype(np.int64) if values.dtype == bool else values
-        return np.add.reduceat(values, starts) if len(starts) else values[:0]
+        found: Array = function.reduceat(values, starts) if len(starts) else values[:0]
+        return found
 
-    def extreme(function: np.ufunc, none: float) -> Array:
-        found: Array = (
-            function.reduceat(np.where(scored, reward, none), starts) if len(starts) else reward[:0]
-        )
-        return np.where(np.isinf(found), math.nan, found)
-
-    size, count, sums = total(final), total(scored), total(np.where(scored, reward, 0.0))
-    low, high = extreme(np.minimum, math.inf), extreme(np.maximum, -math.inf)
+    size, count = over(np.add, final), over(np.add, scored)
+    sums = over(np.add, np.where(scored, reward, 0.0))
+    low, high = (
+        over(np.minimum, np.where(scored, reward, np.inf)),
+        over(np.maximum, np.where(scored, reward, -np.inf)),
+    )
+    low, high = np.where(count > 0, low, np.nan), np.where(count > 0, high, np.nan)
     return {
         "index": rows["index"][order[starts]],
         "first": order[starts].astype(np.int64),
         "size": size,
         "scored": count,
-        "solved": total(scored & (reward >= solved_at)),
+        "solved": over(np.add, scored & (reward >= solved_at)),
         "total": sums,
-        "mean": np.where(count > 0, sums / np.maximum(count, 1), math.nan),
+        "mean": np.where(count > 0, sums / np.maximum(count, 1), np.nan),
         "min": low,
         "max": high,
-        "spread": np.where(count > 1, high - low, math.nan),
-        "mean_tokens": total(np.where(final, rows["tokens"][order], 0)) / np.maximum(size, 1),
-        "truncated": total(final & rows.equals("finish_reason", "length")[order]),
+        "spread": np.where(count > 1, high - low, np.nan),
+        "mean_tokens": over(np.add, np.where(final, rows["tokens"][order], 0)) / np.maximum(size, 1),
+        "truncated": over(np.add, final & rows.equals("finish_reason", "length")[order]),
     }
 
 
 def mean_interval(groups: Groups) -> tuple[float | None, list[float] | None]:
     """The mean reward of all rollouts and its 95 % interval; those of one prompt depend on each other."""
-    found = mean_of_sums(groups["total"], groups["scored"])
-    if found is None or found.low is None or found.high is None:
-        return None if found is None else found.mean, None
-    return found.mean, [found.low, found.high]
+    estimate = mean_of_sums(groups["total"], groups["scored"])
+    return (None, None) if estimate is None else (estimate.mean, _interval(estimate))
+
+
+def _interval(estimate: Estimate | None) -> list[float] | None:
+    if estimate is None or estimate.low is None or estimate.high is None:
+        return None
+    return [estimate.low, estimate.high]
+
+
+def compare(a: RunColumns, b: RunColumns) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Two runs against each other, and columns over the prompts that are scored in both.
+
+    Prompts are the same when their keys are. `difference` is b's mean reward less a's; `interval` is its.
+    """
+    (keys_a, index_a, means_a), (keys_b, index_b, means_b) = _by_prompt(a), _by_prompt(b)
+    comparison, pairs = pair_prompts(keys_a, means_a, keys_b, means_b)
+    change = comparison.difference
+    columns = {
+        "prompt_key": keys_a[pairs.at_a],
+        "index_a": index_a[pairs.at_a],
+        "index_b": index_b[pairs.at_b],
+        "mean_a": means_a[pairs.at_a],
+        "mean_b": means_b[pairs.at_b],
+        "difference": pairs.difference,
+    }
+    mean = None if change is None else change.mean
+    return {**asdict(comparison), "difference": mean, "interval": _interval(change)}, columns
+
+
+def _by_prompt(run: RunColumns) -> tuple[Array, Array, Array]:
+    """Prompt keys, the first index and the mean reward of each; a dataset may have a prompt several times."""
+    groups = group_figures(run)
+    of_groups = run.prompt_keys(groups["first"])
+    keys, first, which = np.unique(of_groups, return_index=True, return_inverse=True)
+    sums, counts = (np.bincount(which, groups[name], len(keys)) for name in ("total", "scored"))
+    return keys, groups["index"][first], np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
 def overview(rows: RunColumns, groups: Groups, solved_at: float) -> dict[str, Any]:
@@ -104,10 +142,10 @@ def overview(rows: RunColumns, groups: Groups, solved_at: float) -> dict[str, An
         },
         "solve_strip": np.stack([index, solved, scored, groups["size"]], 1)[drawn].tolist(),
         "strip_of": len(index),
-        "finish_reasons": {name: count for name, count, _ in _by_text(rows, "finish_reason", final)},
+        "finish_reasons": {name: count for _, name, count, _ in _by_text(rows, "finish_reason", final)},
         "sources": {
             name: {"count": count, "reward_mean": mean}
-            for name, count, mean in _by_text(rows, "data_source", final)
+            for _, name, count, mean in _by_text(rows, "data_source", final)
         },
         "failures": _failures(rows),
         "tool_calls": int(np.nansum(rows["tool_calls"], dtype=np.float64)),
@@ -160,14 +198,13 @@ def edges(low: float, high: float, *, whole: bool) -> Array:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * (1 - 1e-9))
     step = max(1.0, math.ceil(step)) if whole else step
-    found = np.arange(math.floor(low / step) - 1, math.floor(high / step) + 3) * step
-    found = np.round(found, max(0, 2 - math.floor(math.log10(step))))
-    found = np.clip(
-        found, -sys.float_info.max, sys.float_info.max
-    )  # infinite where there is no larger number
+    bounds = np.arange(math.floor(low / step) - 1, math.floor(high / step) + 3) * step
+    bounds = np.round(bounds, max(0, 2 - math.floor(math.log10(step))))
+    most = sys.float_info.max  # infinite where there is no larger number
+    bounds = np.clip(bounds, -most, most)
     # Rounding may have moved them to either side of the values.
-    first, end = np.searchsorted(found, [low, high], side="right")
-    return np.asarray(found[first - 1 : end + 1])
+    first, end = np.searchsorted(bounds, [low, high], side="right")
+    return np.asarray(bounds[first - 1 : end + 1])
 
 
 def _histogram(rows: RunColumns, values: Array, which: Array) -> dict[str, Any] | None:
@@ -176,26 +213,25 @@ def _histogram(rows: RunColumns, values: Array, which: Array) -> dict[str, Any] 
     if not len(chosen):
         return None
     bounds = edges(float(chosen.min()), float(chosen.max()), whole=values.dtype.kind == "i")
-    bins = np.clip(np.searchsorted(bounds, chosen, side="right") - 1, 0, len(bounds) - 2)
-    width, texts, codes = len(bounds) - 1, rows.texts("data_source").to_pylist(), rows["data_source"][which]
-    totals = np.bincount(codes, minlength=len(texts))
-    most = [code for code in np.argsort(-totals, kind="stable")[:_NAMED].tolist() if totals[code]]
-    place = np.full(len(texts), len(most))  # all others together
-    place[most] = np.arange(len(most))
-    counts = np.bincount(place[codes] * width + bins, minlength=(len(most) + 1) * width).reshape(-1, width)
+    width, codes = len(bounds) - 1, rows["data_source"][which]
+    bins = np.clip(np.searchsorted(bounds, chosen, side="right") - 1, 0, width - 1)
+    sources = _by_text(rows, "data_source", which)[:_NAMED]
+    place = np.full(len(rows.texts("data_source")), len(sources))  # all others together
+    place[[code for code, *_ in sources]] = np.arange(len(sources))
+    size = (len(sources) + 1) * width
+    counts = np.bincount(place[codes] * width + bins, minlength=size).reshape(-1, width)
     cut = rows.equals("finish_reason", "length")[which]
+    named = {text: counts[at].tolist() for at, (_, text, *_) in enumerate(sources)}
     return {
         "edges": bounds.tolist(),
         "counts": counts.sum(0).tolist(),
         "truncated": np.bincount(bins[cut], minlength=width).tolist(),
-        "by_source": {texts[code]: counts[at].tolist() for at, code in enumerate(most)}
-        if len(most) > 1
-        else None,
+        "by_source": named if len(sources) > 1 else None,
     }
 
 
-def _by_text(rows: RunColumns, name: str, which: Array) -> list[tuple[str, int, float | None]]:
-    """Each text with its number of rows and their mean reward, the most frequent first."""
+def _by_text(rows: RunColumns, name: str, which: Array) -> list[tuple[int, str, int, float | None]]:
+    """Each text by its code, with its number of rows and their mean reward, the most frequent first."""
     texts, codes = rows.texts(name).to_pylist(), rows[name][which]
     reward = rows["reward"][which]
     scored = np.isfinite(reward)
@@ -203,7 +239,7 @@ def _by_text(rows: RunColumns, name: str, which: Array) -> list[tuple[str, int, 
     sums = np.bincount(codes[scored], weights=reward[scored], minlength=len(texts))
     order = [code for code in np.argsort(-counts, kind="stable")[:_TEXTS].tolist() if counts[code]]
     return [
-        (texts[code], int(counts[code]), float(sums[code] / scores[code]) if scores[code] else None)
+        (code, texts[code], int(counts[code]), float(sums[code] / scores[code]) if scores[code] else None)
         for code in order
     ]
 

@@ -1,19 +1,24 @@
-"""One trajectory or one group of a run, as the page shows it."""
+"""One trajectory or one group of a run, as the page shows it; and a search in all messages."""
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Final
 
 import numpy as np
 import orjson
+import pyarrow.compute as pc
 
 from rollstream.errors import NotFoundError
+from rollstream.store.arrow import column_values
 from rollstream.store.columns import Array, RunColumns
 from rollstream.store.export.files import JSON_COLUMNS
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
+Event = tuple[str, dict[str, Any]]
 
 _LISTS: Final = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "policy_versions")
 _SHOWN: Final = (
@@ -25,6 +30,10 @@ _ROOM: Final = 1 << 25
 _CUT: Final = 10_000
 _PROMPT: Final = 200
 """Characters of a prompt in a list."""
+_MOST_HITS: Final = 1000
+_EVERY_S: Final = 0.2
+_AROUND: Final = 80
+"""Characters before and after a match."""
 
 
 def read_rows(columns: RunColumns, rows: Sequence[int] | Array) -> dict[int, Row]:
@@ -194,3 +203,42 @@ def _call_text(call: Any) -> Any:
     if isinstance(said, dict) and isinstance(said.get("arguments"), str):
         return f"{said.get('name')} {said['arguments']}"
     return call
+
+
+def search(columns: RunColumns, text: str, rows: Array) -> Iterator[list[Event]]:
+    """Looks for a text in the messages of some rows, whatever the case. Each step is short; close it to stop."""
+    progress = {"scanned": 0, "total": len(rows), "hits": 0}
+    last = 0.0
+    # What JSON writes as it is, however deep: a message that does not hold it cannot hold the text.
+    pattern = max(re.split(r"[\"\\\x00-\x1f]", text), key=len)
+    for numbers, table in columns.read(rows, ["messages"]):
+        events: list[Event] = []
+        progress["scanned"] += int((numbers >= 0).sum())
+        likely = column_values(pc.match_substring(table["messages"], pattern, ignore_case=True))
+        for at in np.flatnonzero(likely & (numbers >= 0)).tolist():
+            hit = _hit(text, table["messages"][at].as_py())
+            if hit is not None and progress["hits"] < _MOST_HITS:
+                progress["hits"] += 1
+                row = np.array([numbers[at]])
+                cells = {name: columns.values(name, row)[0] for name in ("index", "repeat", "reward")}
+                events.append(("hit", {"row": int(row[0]), **cells, **hit}))
+        if (now := time.monotonic()) - last >= _EVERY_S:
+            last = now
+            events.append(("progress", {**progress}))
+        yield events
+        if progress["hits"] >= _MOST_HITS:
+            break
+    yield [("progress", progress), ("done", {**progress, "cut": progress["hits"] >= _MOST_HITS})]
+
+
+def _hit(wanted: str, cell: str) -> dict[str, str] | None:
+    for message in as_messages(read_json(cell)):
+        text = text_of(message)
+        lowered = text.lower()
+        # A letter whose small form has another length moves what comes behind it.
+        at = lowered.find(wanted.lower()) if len(lowered) == len(text) else text.find(wanted)
+        if at >= 0:
+            end = at + len(wanted)
+            around = {"before": text[max(0, at - _AROUND) : at], "match": text[at:end]}
+            return {"role": str(message.get("role")), **around, "after": text[end : end + _AROUND]}
+    return None

@@ -46,7 +46,7 @@ _MOST_ROWS: Final = 2_000_000
 """Of all runs that are held in memory, but for the one that was opened last: some 250 MB."""
 _SMALL: Final = 50_000
 """Rows of a run that is read to describe it in the list; of a larger one `checkpoint.json` is believed."""
-_SAID: Final = (
+_DESCRIBED: Final = (
     *("model", "prompts", "n", "total", "done", "failed", "unscored", "reward_mean", "reward_interval"),
     *("tokens", "started", "state", "error"),
 )
@@ -65,10 +65,9 @@ class Source:
         self.id = f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')[:40] or 'source'}-{digest}"
 
     def describe(self) -> dict[str, Any]:
-        """What the list says of it."""
+        """Its line in the list of sources."""
         name, path = (text.encode("utf-8", "replace").decode() for text in (self.name, self.path))
-        said = {"id": self.id, "kind": self.kind, "name": name, "path": path}
-        return said | dict.fromkeys(_SAID)
+        return dict.fromkeys(_DESCRIBED) | {"id": self.id, "kind": self.kind, "name": name, "path": path}
 
 
 class BufferSource(Source):
@@ -95,7 +94,7 @@ class DamagedSource(Source):
 
 
 class _Batch(msgspec.Struct):
-    """What a training notes of a batch."""
+    """A line about a batch that a training trained on."""
 
     first: int
     step: int
@@ -110,39 +109,37 @@ class TrainingSource(Source):
     def read(self) -> dict[str, Any]:
         """The figures of all steps. Raises `NotFoundError`."""
         path, steps = training_log(Path(self.path)), defaultdict[int, dict[str, float]](dict)
-        try:
-            log = (
-                [] if path is None else json.loads(read_regular(path, _MOST_LOG))["log_history"]
-            )  # may have NaN
+        try:  # Python's own reader: the log may have NaN
+            log = [] if path is None else json.loads(read_regular(path, _MOST_LOG))["log_history"]
             for line in log:
-                numbers = {name: one for name, one in line.items() if isinstance(one, int | float)}
+                numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
                 steps[int(numbers.pop("step"))] |= numbers
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise NotFoundError(f"{path} cannot be read as a training's log: {error}") from error
         for batch in self._batches():  # also of steps after the last checkpoint
-            scored = [one for one in batch.groups if isinstance(one.get("mean"), int | float)]
+            scored = [group for group in batch.groups if isinstance(group.get("mean"), int | float)]
             if scored:
-                equal = sum(one.get("spread") == 0 and one.get("scored") != 1 for one in scored)
-                steps[batch.step]["groups/reward"] = fmean(one["mean"] for one in scored)
+                equal = sum(group.get("spread") == 0 and group.get("scored") != 1 for group in scored)
+                steps[batch.step]["groups/reward"] = fmean(group["mean"] for group in scored)
                 steps[batch.step]["groups/teach_nothing"] = equal / len(scored)
-        names = dict.fromkeys(name for _, numbers in sorted(steps.items()) for name in numbers)
-        series = {name: [steps[step].get(name) for step in sorted(steps)] for name in names}
-        return {"steps": sorted(steps), "series": series}
+        order = sorted(steps)
+        names = dict.fromkeys(name for step in order for name in steps[step])
+        return {"steps": order, "series": {name: [steps[step].get(name) for step in order] for name in names}}
 
     def groups(self, after: int, step: int) -> list[dict[str, Any]]:
         """The groups of the batches that were trained after a step, up to another."""
-        batches = [one for one in self._batches() if one.first <= step and one.step > after]
+        batches = [batch for batch in self._batches() if batch.first <= step and batch.step > after]
         return [{"step": batch.step, **group} for batch in batches for group in batch.groups]
 
     def _batches(self) -> list[_Batch]:
         """The batches by their first step; of one that was trained twice the last line."""
-        found: dict[int, _Batch] = {}
+        batches: dict[int, _Batch] = {}
         with contextlib.suppress(OSError), open_regular(Path(self.path) / GROUPS_FILE) as lines:
             while line := lines.readline(_MOST_LINE):
                 with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):  # a torn line
                     batch = msgspec.json.decode(line, type=_Batch)
-                    found[batch.first] = batch
-        return [found[first] for first in sorted(found)]
+                    batches[batch.first] = batch
+        return [batches[first] for first in sorted(batches)]
 
 
 class RunSource(Source):
@@ -153,7 +150,7 @@ class RunSource(Source):
         self.kind = "run" if isinstance(parts[0], Run) else "parquet"
         self.used = 0.0
         self._parts, self._solved_at = parts, solved_at
-        self._content = list[tuple[str, str]]()
+        self._content: list[tuple[str, str]] | None = None
         self._columns: RunColumns | None = None
         self._seen: RunColumns | None = None
         self._groups: tuple[RunColumns, Groups] | None = None
@@ -180,21 +177,19 @@ class RunSource(Source):
         """The run's scalars as they are now, half a second ago at most."""
         with self._lock:
             parts = [_as_now(part) for part in self._parts]
-            content = [
-                (one.manifest.run_id, one.rewards.content) if isinstance(one, Run) else ("", "")
-                for one in parts
-            ]
+            runs = [part for part in parts if isinstance(part, Run)]
+            content = [(run.manifest.run_id, run.rewards.content) for run in runs]
             if content != self._content:  # another run was begun there, or other rewards count
                 self._parts, self._seen, self._columns, self._content = parts, None, None, content
             self.used = now = time.monotonic()
-            if self._seen is None or now - self._looked > _FRESH_S:
+            seen = self._seen
+            if seen is None or now - self._looked > _FRESH_S:
                 # `close` may come meanwhile.
                 self._columns = read = self._columns or RunColumns(self._parts)
-                if read.refresh() or self._seen is None:
-                    self._seen = read.snapshot()
+                if read.refresh() or seen is None:
+                    self._seen = seen = read.snapshot()
                 self._looked = time.monotonic()
-                return self._seen or read.snapshot()
-            return self._seen
+            return seen
 
     def groups(self, columns: RunColumns) -> Groups:
         """Figures of its groups."""
@@ -207,20 +202,15 @@ class RunSource(Source):
         """The text of its tokens, or why it cannot be had."""
         if self._text is None:
             try:
-                if self.manifest is None:
-                    raise ConfigError("an exported file has no tokenizer")
                 self._text = (read_token_text(_root(self._parts[0])), "")
             except ConfigError as error:
                 self._text = (None, str(error))
         return self._text
 
-    def _model(self) -> dict[str, Any]:
-        return {} if self.manifest is None else self.manifest.setting("actor_rollout_ref", "model")
-
     def state(self) -> dict[str, Any]:
         """What changes while a run goes on."""
         columns = self.columns()
-        groups = self.groups(columns)
+        groups, content = self.groups(columns), self._content or []
         failed, done = len(columns.failures()), int(groups["size"].sum())
         total = self._checkpoint().get("total")
         mean, interval = mean_interval(groups)
@@ -236,8 +226,8 @@ class RunSource(Source):
             "state": "damaged" if columns.damage and state != "running" else state,
             "rows": columns.rows,
             "error": "; ".join(columns.damage[:3]) or None,
-            "scores": next((content.rpartition(":")[0] for _, content in self._content if content), None),
-            "cursor": f"{columns.rows}-{failed}-{total}-{state}-{'-'.join(map(''.join, self._content))}",
+            "scores": next((scores.rpartition(":")[0] for _, scores in content if scores), None),
+            "cursor": f"{columns.rows}-{failed}-{total}-{state}-{'-'.join(map(''.join, content))}",
         }
 
     def _state(self, total: int | None, settled: int) -> str:
@@ -249,19 +239,21 @@ class RunSource(Source):
 
     def describe(self, *, whole: bool = False) -> dict[str, Any]:
         """What the list says of it; `whole`: also if a large run has to be read for that."""
-        found, counts = super().describe(), self._checkpoint()
-        if self.manifest is not None:
-            created = time.strptime(self.manifest.created, "%Y-%m-%dT%H:%M:%SZ")
-            found |= {"model": self._model().get("path"), "n": self.manifest.n}
-            found["logprobs"] = self.manifest.logprobs_text or None
-            rows = self.manifest.identity.get("data.rows.count")  # of the files: a run may take some of them
-            found["prompts"] = counts["total"] // self.manifest.n if counts.get("total") else rows
-            found["started"] = calendar.timegm(created)
+        line, counts, manifest = super().describe(), self._checkpoint(), self.manifest
+        if manifest is not None:
+            rows = manifest.identity.get("data.rows.count")  # of the files: a run may take some of them
+            line |= {
+                "model": manifest.setting("actor_rollout_ref", "model").get("path"),
+                "n": manifest.n,
+                "logprobs": manifest.logprobs_text or None,
+                "prompts": counts["total"] // manifest.n if counts.get("total") else rows,
+                "started": calendar.timegm(time.strptime(manifest.created, "%Y-%m-%dT%H:%M:%SZ")),
+            }
         if whole or self.rows or counts.get("rows", 0) <= _SMALL:
-            return found | self.state()
-        found |= {name: counts.get(name) for name in ("total", "failed", "unscored")}
-        found["done"] = done = counts.get("completed", 0)
-        return found | {"state": self._state(counts.get("total"), done + counts.get("failed", 0))}
+            return line | self.state()
+        done, failed = counts.get("completed", 0), counts.get("failed", 0)
+        line |= {name: counts.get(name) for name in ("total", "failed", "unscored")}
+        return line | {"done": done, "state": self._state(counts.get("total"), done + failed)}
 
     def _checkpoint(self) -> dict[str, int]:
         """The counts of `checkpoint.json`, of all shards together; nothing where one has none."""
@@ -293,40 +285,44 @@ class Sources:
     def all(self) -> list[Source]:
         """Looks again; what is gone from the disk is not there any more."""
         with self._lock:
-            found, known = {source.id: source for source in self._find()}, self._known
-            for id, one in found.items():
-                if isinstance(one, RunSource) and isinstance(known.get(id), RunSource):
-                    found[id] = known[id]  # with what was read of it
-            self._known = found
-            return list(found.values())
+            sources, known = {source.id: source for source in self._find()}, self._known
+            for id, source in sources.items():
+                if isinstance(source, RunSource) and isinstance(known.get(id), RunSource):
+                    sources[id] = known[id]  # with what was read of it
+            self._known = sources
+            return list(sources.values())
 
     def get(self, id: str, kind: type[S]) -> S:
         """The one with this id. Raises `NotFoundError`."""
-        found = self._known.get(id)
-        if not isinstance(found, RunSource) or not found.rows:
-            found = next((one for one in self.all() if one.id == id), None)
-        if isinstance(found, DamagedSource):
-            raise RunDirectoryError(found.error)
-        if not isinstance(found, kind):
+        source = self._known.get(id)
+        if not isinstance(source, RunSource) or not source.rows:
+            source = next((other for other in self.all() if other.id == id), None)
+        if isinstance(source, DamagedSource):
+            raise RunDirectoryError(source.error)
+        if not isinstance(source, kind):
             raise NotFoundError(f"there is no {kind.kind} {id!r}")
-        if isinstance(found, RunSource):
-            found.used = time.monotonic()
-            runs = [one for one in self._known.values() if isinstance(one, RunSource) and one is not found]
-            held = sum(one.rows for one in runs)
-            for one in sorted(runs, key=lambda one: one.used):
+        if isinstance(source, RunSource):
+            source.used = time.monotonic()
+            others = [run for run in self._open_runs() if run is not source]
+            held = sum(run.rows for run in others)
+            for run in sorted(others, key=lambda run: run.used):
                 if held > _MOST_ROWS:
-                    held -= one.rows
-                    one.close()
-        return found
+                    held -= run.rows
+                    run.close()
+        return source
+
+    def _open_runs(self) -> list[RunSource]:
+        return [source for source in self._known.values() if isinstance(source, RunSource) and source.rows]
 
     def read_ahead(self) -> None:
         """Reads the run while the browser starts, where one alone was named."""
-        if len(found := self.all()) == 1 and isinstance(found[0], RunSource):
-            found[0].groups(found[0].columns())
+        sources = self.all()
+        if len(sources) == 1 and isinstance(sources[0], RunSource):
+            sources[0].groups(sources[0].columns())
 
     def link(self, groups: Sequence[dict[str, Any]]) -> None:
         """Adds to groups of a training where a run that is open has rollouts of the same prompt: `runs`."""
-        for run in [one for one in self._known.values() if isinstance(one, RunSource) and one.rows]:
+        for run in self._open_runs():
             indices = run.columns().prompts([str(group.get("prompt_key")) for group in groups])
             for group, index in zip(groups, indices, strict=True):
                 if index is not None:
@@ -351,8 +347,8 @@ class Sources:
                     if os.access(path / "run.json", os.F_OK):
                         yield DamagedSource(name, str(path), str(error))
         for parts in shards.values():
-            name = f"{_root(parts[0]).name}{f' and {len(parts) - 1} more shards' if len(parts) > 1 else ''}"
-            yield RunSource(name, parts, self._solved_at)
+            more = f" and {len(parts) - 1} more shards" if len(parts) > 1 else ""
+            yield RunSource(f"{_root(parts[0]).name}{more}", parts, self._solved_at)
 
     def _at(self, path: Path, name: str, shards: dict[bytes, list[Run | Path]]) -> Iterator[Source]:
         manifest = read_manifest(path)
@@ -403,8 +399,8 @@ def _folders(top: Path) -> Iterator[Path]:
 
 def _step(folder: Path) -> int:
     """The step of a trainer's checkpoint; 0 for another folder."""
-    found = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-    return int(found[1]) if found else 0
+    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+    return int(match[1]) if match else 0
 
 
 def training_log(folder: Path) -> Path | None:

@@ -472,7 +472,7 @@ async def test_a_buffer_by_its_folder_and_its_address(tmp_path: Path) -> None:
 def test_the_page_needs_none_of_the_heavy_packages(folder: Path) -> None:
     code = f"""
 import sys
-from rollstream.view import app, reader, tokens, overview, search
+from rollstream.view import app, reader, tokens, overview
 from rollstream.view.filter import Filter, sort_rows
 from rollstream.view.sources import Sources
 
@@ -483,8 +483,8 @@ for run in Sources([{str(folder)!r}]).all():
     rows = Filter("reward >= 0 and data_source ~ a and finish_reason < z", columns).rows(columns).nonzero()[0]
     rows = sort_rows(columns, rows, ["-tokens", "data_source"])
     tokens.encode_tokens(reader.find_rollout(columns, 0)[0], *run.token_text())
-    list(search.search(columns, "a", rows))
-print(sorted({{"torch", "transformers", "pandas", "tokenizers", "ray", "datasets"}} & set(sys.modules)))
+    list(reader.search(columns, "a", rows))
+print(sorted({{"torch", "transformers", "pandas", "ray", "datasets"}} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stderr

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from rollstream.store.columns import RunColumns
 from rollstream.store.run import Run
-from rollstream.view.compare import compare
-from rollstream.view.overview import edges, group_figures, mean_interval, overview
+from rollstream.view.overview import compare, edges, group_figures, mean_interval, overview
 from tests.support.view_runs import rollout, write_run
 
 _REWARDS = st.lists(
