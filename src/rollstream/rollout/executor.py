@@ -61,7 +61,8 @@ _OUTAGE_PAUSE_S = 5.0
 """Before a worker is started again that found no engine: to start one costs seconds of a CPU."""
 
 _FIRST_RESTART_S = 0.5
-_RESTART_S_MAX = 30.0
+_RESTART_S_MAX = 5.0
+"""A rollout that brings its workers down is found after some five to eight deaths."""
 _MOST_FAILED_STARTS = 5
 
 

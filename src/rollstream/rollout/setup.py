@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from rollstream.chat.processor import load_processor
 from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer, NoTokenizer, load_tokenizer
 from rollstream.chat.tool_schema import load_tool_schemas
-from rollstream.config.settings import LaunchSettings, RewardSettings, Settings
+from rollstream.config.settings import RewardSettings, Settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Engine
 from rollstream.engine.checks import check_capabilities
@@ -61,7 +60,8 @@ logger = logging.getLogger(__name__)
 _IN_FLIGHT = 256
 """Rollouts in flight where nothing says how many: what one server of a model with some billion parameters takes."""
 
-_MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+_MODEL = "actor_rollout_ref.model"
+_ROLLOUT = "actor_rollout_ref.rollout"
 
 
 @dataclass(slots=True)
@@ -88,47 +88,39 @@ class Agents:
         unseen = [schema for schema in self.tools.schemas if not template.shows_tool(schema)]
         if show_tools and unseen:
             raise ConfigError(
-                f"the chat template does not tell the model of tool {unseen[0]['function']['name']!r}: give "
-                "one that does (actor_rollout_ref.model.custom_chat_template), or describe the tools in the "
-                f"prompts and set {_MULTI_TURN}.show_tools=false"
+                f"the chat template does not tell the model of tool {unseen[0]['function']['name']!r}: give another "
+                f"({_MODEL}.custom_chat_template), or describe the tools in the prompts and set "
+                f"{_ROLLOUT}.multi_turn.show_tools=false"
             )
         for name in sorted(names):
             self.loops.check_options(name)
             loop = self.loops.entry(name).loop
             if loop.needs_tokenizer and not tokenizer.makes_ids:
-                raise ConfigError(
-                    f"agent loop {name!r} needs a tokenizer: set actor_rollout_ref.model.tokenizer_path; or, if "
-                    "it is one of your own that needs no token ids, its class attribute needs_tokenizer=False"
-                )
+                raise ConfigError(f"agent loop {name!r} needs a tokenizer ({_MODEL}.tokenizer_path)")
             if images and not loop.sees_images:
                 raise ConfigError(f"agent loop {name!r} shows no images, and rows have some")
             if loop.needs_tools and not self.tools.schemas and not self.interactions.by_name:
                 raise ConfigError(
                     f"agent loop {name!r} has neither tools nor interactions: set tool_config_path, "
-                    f"function_tool_path or interaction_config_path of {_MULTI_TURN} "
-                    "(data.tool_config_path only shows schemas)"
+                    f"function_tool_path or interaction_config_path of {_ROLLOUT}.multi_turn"
                 )
-            self._check_turns(name, template, show_tools=show_tools)
+            # A chat template by which the loop's turns cannot follow each other; nobody knows which a program takes.
+            run = loop.prompt_tools(self.tools.schemas)
+            is_program = run is None and loop is not SingleTurnAgent
+            shown = self.prompt_tools(name, show_tools=show_tools) or None
+            takes_answers = self.interactions.by_name and run is not None
+            for calls in (False, True):
+                if (is_program or (run if calls else takes_answers)) and (
+                    reason := template.why_not(calls=calls, tools=shown)
+                ):
+                    if not is_program:
+                        raise ConfigError(f"agent loop {name!r}: {reason}")
+                    logger.warning("agent loop %r may have one turn only: %s", name, reason)
+                    break
         if self.tools.schemas and not template.has_tool_role:
             logger.warning(
                 "the chat template has no role for tool results: the model gets them as a user's message"
             )
-
-    def _check_turns(self, name: str, template: TurnTemplate, *, show_tools: bool) -> None:
-        """Refuses a chat template by which a loop's turns cannot follow each other; warns of it for a program's."""
-        loop = self.loops.entry(name).loop
-        run = loop.prompt_tools(self.tools.schemas)
-        is_program = run is None and loop is not SingleTurnAgent  # nobody knows what it will ask for
-        shown = self.prompt_tools(name, show_tools=show_tools) or None
-        reasons = [
-            template.why_not(calls=calls, tools=shown)
-            for calls, is_needed in ((False, self.interactions.by_name and run is not None), (True, run))
-            if is_needed or is_program
-        ]
-        if reason := next(filter(None, reasons), None):
-            if not is_program:
-                raise ConfigError(f"agent loop {name!r}: {reason}")
-            logger.warning("agent loop %r may have one turn only: %s", name, reason)
 
     def prompt_tools(self, name: str, *, show_tools: bool) -> list[dict[str, Any]] | None:
         """Schemas that a loop's prompts show; None: those of `data.tool_config_path`."""
@@ -163,14 +155,12 @@ async def load_agents(
 
 def _load_agents(settings: Settings, loops: AgentLoops | None, tools: Sequence[str] | None) -> Agents:
     model, rollout = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout
+    multi_turn = rollout.multi_turn
     if model.path is None:
-        raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder (--model)")
-    for key, path in (("path", model.path), ("tokenizer_path", model.tokenizer_path)):
-        if path is not None and "://" in path:
-            raise ConfigError(
-                f"actor_rollout_ref.model.{key}={path}: nothing is downloaded from addresses; download it, and name "
-                "its folder"
-            )
+        raise ConfigError(f"{_MODEL}.path is not set: name the model's folder (--model)")
+    for path in (model.path, model.tokenizer_path or ""):
+        if "://" in path:
+            raise ConfigError(f"{_MODEL}: {path}: nothing is downloaded from addresses")
     check_engine_config(
         rollout.name,
         model_path=model.path,
@@ -178,42 +168,35 @@ def _load_agents(settings: Settings, loops: AgentLoops | None, tools: Sequence[s
         engine_kwargs=rollout.engine_kwargs,
         launch=launch_request(settings),
     )
-    multi_turn = rollout.multi_turn
     if loops is None:
-        loops = AgentLoops(_loop_entries(settings))
+        entries = {
+            "command_agent": LoopEntry(CommandAgent),
+            "function_agent": LoopEntry(FunctionAgent),
+            **load_agent_loops(rollout.agent.agent_loop_config_path),
+        }
+        for name, entry in entries.items():
+            if issubclass(entry.loop, RecordedAgent):
+                entries[name] = LoopEntry(
+                    entry.loop, merged_options(gateway_options(settings), entry.options)
+                )
+        loops = AgentLoops(entries)
     loops.entry(rollout.agent.default_agent_loop)
     get_parser(multi_turn.format)
-    return Agents(
-        loops,
-        load_toolbox(
-            tool_config_path=multi_turn.tool_config_path,
-            function_tool_path=multi_turn.function_tool_path,
-            limits=ToolLimits(
-                max_parallel_calls=multi_turn.max_parallel_calls,
-                max_response_length=multi_turn.max_tool_response_length,
-                truncate_side=multi_turn.tool_response_truncate_side,
-                timeout=multi_turn.tool_timeout,
-            ),
-            names=tools,
+    toolbox = load_toolbox(
+        tool_config_path=multi_turn.tool_config_path,
+        function_tool_path=multi_turn.function_tool_path,
+        limits=ToolLimits(
+            max_parallel_calls=multi_turn.max_parallel_calls,
+            max_response_length=multi_turn.max_tool_response_length,
+            truncate_side=multi_turn.tool_response_truncate_side,
+            timeout=multi_turn.tool_timeout,
         ),
-        load_interactions(multi_turn.interaction_config_path, timeout=multi_turn.interaction_timeout),
+        names=tools,
     )
-
-
-def _loop_entries(settings: Settings) -> dict[str, LoopEntry]:
-    """The loops of `agent_loop_config_path` and the gateway's; the latter with the options of `gateway`."""
-    entries = {
-        "command_agent": LoopEntry(CommandAgent),
-        "function_agent": LoopEntry(FunctionAgent),
-        **load_agent_loops(settings.actor_rollout_ref.rollout.agent.agent_loop_config_path),
-    }
-    given = gateway_options(settings)
-    return {
-        name: LoopEntry(entry.loop, merged_options(given, entry.options))
-        if issubclass(entry.loop, RecordedAgent)
-        else entry
-        for name, entry in entries.items()
-    }
+    interactions = load_interactions(
+        multi_turn.interaction_config_path, timeout=multi_turn.interaction_timeout
+    )
+    return Agents(loops, toolbox, interactions)
 
 
 @dataclass(slots=True)
@@ -243,10 +226,10 @@ class RolloutSetup:
 
     def create_plain_engine(self, log_dir: Path) -> Engine:
         """The configured engine by itself, not started. Raises `ConfigError`."""
-        model, rollout = self.settings.actor_rollout_ref.model, self.settings.actor_rollout_ref.rollout
+        rollout = self.settings.actor_rollout_ref.rollout
         return create_engine(
             rollout.name,
-            model_path=model.path,
+            model_path=self.settings.actor_rollout_ref.model.path,
             server_urls=rollout.server_urls,
             max_model_len=rollout.max_model_len,
             engine_kwargs=rollout.engine_kwargs,
@@ -261,21 +244,14 @@ class RolloutSetup:
         rollout = self.settings.actor_rollout_ref.rollout
         if rollout.logprobs_mode != "processed_logprobs" or engine_kind(rollout.name).logprobs != "raw":
             return None
-        only_temperature = self.sampling.temperature > 0 and {*sampling_changes(self.sampling)} == {
-            "temperature"
-        }
-        return self.sampling.temperature if only_temperature else None
+        if self.sampling.temperature <= 0 or {*sampling_changes(self.sampling)} != {"temperature"}:
+            return None
+        return self.sampling.temperature
 
     async def start_engine(
         self, engine: Engine, data_sources: Iterable[str] = (), *, longest: bool = True
     ) -> None:
-        """Starts an engine beside the reward, and refuses what it cannot give, see `check_engine`.
-
-        Args:
-            engine: not started.
-            data_sources: of the rows: what their rules need is imported, so that what is missing shows at start.
-            longest: see `check_engine`.
-        """
+        """Starts an engine beside the reward (see `prepare_reward`), and checks it, see `check_engine`."""
         await asyncio.gather(engine.start(), self.prepare_reward(data_sources))
         self.check_engine(engine, longest=longest)
 
@@ -302,14 +278,22 @@ class RolloutSetup:
         Raises:
             ConfigError: naming what to change.
         """
-        rollout = self.settings.actor_rollout_ref.rollout
+        rollout, data = self.settings.actor_rollout_ref.rollout, self.settings.data
         if self.shows_images and not engine.capabilities.images:
-            raise ConfigError(
-                f"the prompt rows have images, but engine {rollout.name!r} takes none: see docs/images.md"
-            )
+            raise ConfigError(f"the prompt rows have images, but engine {rollout.name!r} takes none")
         stops = self.sampling.stop_token_ids
-        if not engine.capabilities.token_ids:
-            self._check_chat(engine)
+        if not engine.capabilities.token_ids:  # what is done to ids here would not reach it
+            if data.truncation != "error":
+                raise ConfigError(
+                    f"data.truncation={data.truncation} cuts prompt ids, but this engine is sent messages"
+                )
+            if self.agents.tools.schemas and not self.agent_resources(engine).template.has_tool_role:
+                raise ConfigError(
+                    "the local chat template has no role for tool results, which a chat endpoint must be given: "
+                    f"set {_MODEL}.tokenizer_path or custom_chat_template"
+                )
+            if data.apply_chat_template_kwargs:
+                logger.warning("data.apply_chat_template_kwargs reaches the local tokenizer only")
         elif self.agents.tools.schemas:
             stops = (*stops, *self.agent_resources(engine).parser_stop_ids)
         check_capabilities(
@@ -320,26 +304,6 @@ class RolloutSetup:
             max_model_len=rollout.max_model_len,
             logprobs_mode=rollout.logprobs_mode,
         )
-
-    def _check_chat(self, engine: Engine) -> None:
-        """Refuses what is done to ids here and would not reach an engine that speaks messages."""
-        if self.settings.data.truncation != "error":
-            raise ConfigError(
-                f"data.truncation={self.settings.data.truncation} cuts prompt ids, but this engine is sent "
-                "messages: set data.truncation=error, and data.filter_overlong_prompts=true to leave long "
-                "prompts out"
-            )
-        if self.agents.tools.schemas and not self.agent_resources(engine).template.has_tool_role:
-            raise ConfigError(
-                "the local chat template has no role for tool results, which a chat endpoint must be given: "
-                "name another tokenizer (actor_rollout_ref.model.tokenizer_path) or template "
-                "(custom_chat_template)"
-            )
-        if self.settings.data.apply_chat_template_kwargs:
-            logger.warning(
-                "data.apply_chat_template_kwargs reaches the local tokenizer only; an endpoint that knows "
-                "them takes them by engine_kwargs.extra_body={chat_template_kwargs: {...}}"
-            )
 
     def agent_resources(self, engine: Engine) -> AgentResources:
         """What the agent loops share, for a started engine."""
@@ -404,7 +368,7 @@ async def build_setup(
     Raises:
         ConfigError: the configuration cannot work.
     """
-    return await in_daemon_thread(partial(_build_setup, settings, agents, shows_images, reward))
+    return await in_daemon_thread(_build_setup, settings, agents, shows_images, reward)
 
 
 def _build_setup(
@@ -471,16 +435,16 @@ def _load_tokenizer(settings: Settings, *, shows_images: bool) -> ChatTokenizer:
             trust_remote_code=model.trust_remote_code,
         )
     needing = {
-        "actor_rollout_ref.model.custom_chat_template": model.custom_chat_template is not None,
-        "data.apply_chat_template_kwargs": bool(data.apply_chat_template_kwargs),
+        f"{_MODEL}.custom_chat_template": model.custom_chat_template,
+        "data.apply_chat_template_kwargs": data.apply_chat_template_kwargs,
         "data.filter_overlong_prompts": data.filter_overlong_prompts,
         f"data.truncation={data.truncation}": data.truncation != "error",
         "prompt rows with images": shows_images,
     }
-    if asked := [what for what, is_asked in needing.items() if is_asked]:
+    if names := [name for name, needs in needing.items() if needs]:
         raise ConfigError(
-            f"{' and '.join(asked)} cannot be had without a tokenizer, and {path!r} is the endpoint's name of "
-            "a model: set actor_rollout_ref.model.tokenizer_path to a folder or hub name, best of the same model"
+            f"{' and '.join(names)} cannot be had without a tokenizer, and {path!r} is the endpoint's name of a "
+            f"model: set {_MODEL}.tokenizer_path"
         )
     logger.info("there is no tokenizer: only text is stored, and lengths are those that the endpoint counts")
     return NoTokenizer()
@@ -504,14 +468,11 @@ def _load_images(
             raise
         logger.warning("images of tools and agents are not shown to the model: %s", error)
         return None
-    if processor is None:
-        if needed:
-            raise ConfigError(
-                f"the prompt rows have images, but {path!r} has no image processor "
-                "(preprocessor_config.json): it is a model for text"
-            )
-        return None
-    return ImageReader(processor, allow_http=settings.data.fetch_images)
+    if processor is None and needed:
+        raise ConfigError(
+            f"the prompt rows have images, but {path!r} has no image processor (preprocessor_config.json)"
+        )
+    return None if processor is None else ImageReader(processor, allow_http=settings.data.fetch_images)
 
 
 def load_configured_reward(settings: RewardSettings) -> FunctionReward | RuleReward:
@@ -533,9 +494,9 @@ def in_flight_limit(settings: Settings) -> int:
     An embedded engine that is never out of requests needs more than it works on at once: while rollouts are
     scored and stored, others have to wait for their place.
     """
-    given, rollout = settings.generation.max_in_flight, settings.actor_rollout_ref.rollout
-    if given is not None:
-        return given
+    rollout = settings.actor_rollout_ref.rollout
+    if settings.generation.max_in_flight is not None:
+        return settings.generation.max_in_flight
     if rollout.name != "openvino":
         return _IN_FLIGHT
     from rollstream.engine.openvino import ENGINE_KWARGS
@@ -549,11 +510,14 @@ def launch_request(settings: Settings) -> LaunchRequest | None:
     launch = rollout.launch
     refuse_secrets(launch.args, launch.env)  # they would be in the run directory, launched or not
     if not is_launched(rollout.name, rollout.server_urls):
-        _refuse_unused(launch, rollout.name)
+        chosen = {"server": launch.server != "auto", "where": launch.where != "auto"}
+        chosen |= {name: bool(getattr(launch, name)) for name in ("replicas", "python", "args", "env")}
+        if names := ", ".join(name for name, is_set in chosen.items() if is_set):
+            raise ConfigError(f"{_ROLLOUT}.launch.* ({names}): nothing is launched for this {_ROLLOUT}.name")
         return None
     for name, value in launch.env.items():
         if isinstance(value, dict | list):
-            raise ConfigError(f"actor_rollout_ref.rollout.launch.env.{name} must be a text (it is {value!r})")
+            raise ConfigError(f"{_ROLLOUT}.launch.env.{name} must be a text (it is {value!r})")
     return LaunchRequest(
         server=launch.server,
         where=launched_where(settings),
@@ -581,9 +545,9 @@ def launch_request(settings: Settings) -> LaunchRequest | None:
 
 def launched_where(settings: Settings) -> Literal["local", "ray"]:
     """Where servers are launched: with workers on a cluster that is joined, on its nodes."""
-    asked = settings.actor_rollout_ref.rollout.launch.where
-    if asked != "auto":
-        return asked
+    where = settings.actor_rollout_ref.rollout.launch.where
+    if where != "auto":
+        return where
     joins = settings.generation.executor == "ray" and joins_cluster(settings.ray_kwargs.ray_init, os.environ)
     return "ray" if joins else "local"
 
@@ -592,15 +556,3 @@ def launches_on_ray(settings: Settings) -> bool:
     """Whether there are servers to launch, and that on a Ray cluster."""
     rollout = settings.actor_rollout_ref.rollout
     return is_launched(rollout.name, rollout.server_urls) and launched_where(settings) == "ray"
-
-
-def _refuse_unused(launch: LaunchSettings, name: str) -> None:
-    """Refuses settings that say what to launch, and how, where nothing is launched."""
-    unused = {"server": launch.server != "auto", "replicas": launch.replicas is not None}
-    unused |= {"where": launch.where != "auto"}
-    unused |= {"python": launch.python is not None, "args": bool(launch.args), "env": bool(launch.env)}
-    if names := ", ".join(name for name, is_set in unused.items() if is_set):
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.launch.* ({names}) is for servers that rollstream starts: that takes "
-            f"actor_rollout_ref.rollout.name=sglang or vllm (it is {name}) and no server_urls"
-        )

@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any, Protocol
 
 from rollstream.agent.base import AgentLoop, AgentResources
@@ -219,7 +220,16 @@ class RolloutWorker:
                 tools = loop.tool_marks(trajectory.prompt_ids)
                 trajectory.extra = {**row_extra, **tools, **trajectory.extra, **self._resources.marks}
             on_scoring()
-            await self._score_all(row, repeat, loop, trajectories)
+            if self._reward is not None:
+                await score_trajectories(
+                    self._reward,
+                    replace(row, extra_info={**row.extra_info, **loop.reward_info}),
+                    trajectories,
+                    decode=self._resources.tokenizer.decode,
+                    snapshots=loop.snapshot_scoring,
+                    final_answer=loop.final_answer,
+                    on_error=self._count_unscored,
+                )
         except Exception as error:  # a loop's own odd trajectory: its fault, not the run's
             return make_failure(row.index, repeat, row.prompt_key, attempt, "agent", error)
         finally:
@@ -303,43 +313,56 @@ class RolloutWorker:
         )
         return trajectories
 
-    async def _score_all(
-        self, row: PromptRow, repeat: int, loop: AgentLoop, trajectories: Sequence[Trajectory]
-    ) -> None:
-        """Gives every trajectory that has no reward yet the one it is due."""
-        final, scoring = trajectories[-1], loop.snapshot_scoring
-        row = replace(row, extra_info={**row.extra_info, **loop.reward_info})
-        await self._score(row, repeat, final, loop.final_answer)
-        for snapshot in trajectories[:-1]:
-            if snapshot.reward is not None:
-                continue
-            if scoring == "own":
-                await self._score(row, repeat, snapshot)
-            elif scoring == "outcome":
-                snapshot.reward = final.reward
-                if final.reward is None and "error" in final.reward_extra:
-                    snapshot.reward_extra = {**snapshot.reward_extra, "error": final.reward_extra["error"]}
+    def _count_unscored(self, error: RewardError) -> None:
+        self.counters.reward_errors += 1
+        _log_few(f"could not be scored: {_one_line(error)}", self.counters.reward_errors)
 
-    async def _score(self, row: PromptRow, repeat: int, final: Trajectory, answer: str | None = None) -> None:
-        if self._reward is None or final.reward is not None:
+
+async def score_trajectories(
+    reward: RewardScorer,
+    row: PromptRow,
+    trajectories: Sequence[Trajectory],
+    *,
+    decode: Callable[[list[int]], str],
+    snapshots: str,
+    final_answer: str | None = None,
+    on_error: Callable[[RewardError], object] = lambda error: None,
+) -> None:
+    """Gives every trajectory of a rollout that has no reward yet the one it is due.
+
+    Args:
+        reward: scores one answer.
+        row: of the rollout.
+        trajectories: the final one last.
+        decode: the text of sampled ids, where no message has the answer.
+        snapshots: what earlier ones get: the final one's reward ("outcome"), one of their own answer ("own"), none.
+        final_answer: what is scored of the final one; None: its last answer.
+        on_error: called when the reward fails, which leaves None and `error` in `reward_extra`.
+    """
+
+    async def score(trajectory: Trajectory, answer: str | None) -> None:
+        if trajectory.reward is not None:
             return
         started = time.monotonic()
         try:
-            answer = self._answer(final) if answer is None else answer
-            final.reward, extra = await self._reward.score(scored_row(row, final), answer)
-            final.reward_extra = {**final.reward_extra, **extra}
+            if answer is None and (answer := last_answer(trajectory.messages)) is None:
+                answer = decode(list(compress(trajectory.response_ids, trajectory.response_mask)))
+            trajectory.reward, extra = await reward.score(scored_row(row, trajectory), answer)
         except RewardError as error:
-            self.counters.reward_errors += 1
-            final.reward_extra = {**final.reward_extra, "error": _one_line(error)}
-            line = f"({row.index}, {repeat}) could not be scored: {_one_line(error)}"
-            _log_few(line, self.counters.reward_errors)
-        final.metrics.reward_s = time.monotonic() - started
+            extra = {"error": _one_line(error)}
+            on_error(error)
+        trajectory.reward_extra = {**trajectory.reward_extra, **extra}
+        trajectory.metrics.reward_s = time.monotonic() - started
 
-    def _answer(self, final: Trajectory) -> str:
-        if (text := last_answer(final.messages)) is not None:
-            return text
-        sampled = [i for i, m in zip(final.response_ids, final.response_mask, strict=True) if m]
-        return self._resources.tokenizer.decode(sampled)
+    *earlier, final = trajectories
+    await score(final, final_answer)
+    for snapshot in earlier:
+        if snapshots == "own":
+            await score(snapshot, None)
+        elif snapshots == "outcome" and snapshot.reward is None:
+            snapshot.reward = final.reward
+            if final.reward is None and "error" in final.reward_extra:
+                snapshot.reward_extra = {**snapshot.reward_extra, "error": final.reward_extra["error"]}
 
 
 def _log_few(line: str, count: int) -> None:

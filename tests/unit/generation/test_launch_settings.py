@@ -36,7 +36,7 @@ def test_engines_that_need_no_launch_are_not_launched(words: tuple[str, ...]) ->
 @pytest.mark.parametrize("words", [(f"{ROLLOUT}.name=openvino",), (f"{ROLLOUT}.server_urls=[http://a:1]",)])
 def test_what_to_launch_is_refused_where_nothing_is_launched(words: tuple[str, ...]) -> None:
     given = settings(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.launch.replicas=2", *words)
-    with pytest.raises(ConfigError, match=r"launch\.\* \(replicas\) is for servers that rollstream starts"):
+    with pytest.raises(ConfigError, match=r"launch\.\* \(replicas\)"):
         launch_request(given)
 
 
@@ -141,7 +141,7 @@ def test_on_ray_the_commands_name_what_a_node_fills_in(tmp_path: Path) -> None:
 
 def test_what_a_replica_may_not_claim_is_refused_without_a_cluster(tmp_path: Path) -> None:
     given = settings(*SERVE, f"{ROLLOUT}.launch.where=ray", "ray_kwargs.replica.num_gpus=1")
-    with pytest.raises(ConfigError, match=r"ray_kwargs\.replica\.num_gpus is not yours to set"):
+    with pytest.raises(ConfigError, match=r"ray_kwargs\.replica\.num_gpus"):
         launched_commands(given, tmp_path)
 
 
