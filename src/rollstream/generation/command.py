@@ -12,7 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -33,7 +33,7 @@ from rollstream.generation.trackers import Reporter
 from rollstream.rollout.setup import launch_request
 from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.lock import is_locked, lock_holder
-from rollstream.store.manifest import Manifest, identity_differences
+from rollstream.store.manifest import identity_differences
 from rollstream.store.run_dir import check_positions
 
 logger = logging.getLogger(__name__)
@@ -73,19 +73,20 @@ def run(
 def _generate(config: DictConfig, out: TextIO, err: ProgressConsole, *, as_json: bool) -> int:
     resume = f"resume with: {shlex.join(command_line())}"
 
-    def stop_at_once(number: int) -> None:
-        err.say(f"stopped at once; what was counted as done is on disk\n{resume}")
+    def leave(text: str, number: int) -> None:
+        err.say(f"{text}\n{resume}")
         _leave(128 + number, out)
 
     async def run_until_stopped() -> GenerationResult:
-        stop = StopSignals(on_second=stop_at_once)
+        stop = StopSignals(
+            on_second=lambda number: leave("stopped at once; what was counted as done is on disk", number)
+        )
         stop.install()
         try:
             return await generate(config, stop=stop, console=err, on_ready=_freeze_garbage)
         except StoppedEarly:
             assert stop.signal is not None
-            err.say(f"stopped before anything was generated\n{resume}")
-            _leave(128 + stop.signal, out)
+            leave("stopped before anything was generated", stop.signal)
             raise
 
     result = asyncio.run(run_until_stopped())
@@ -104,22 +105,20 @@ def _generate(config: DictConfig, out: TextIO, err: ProgressConsole, *, as_json:
 
 def summarise(result: GenerationResult) -> str:
     """How a run ended, for people."""
-    where = shlex.quote(str(result.run_dir))
+    where, scored = shlex.quote(str(result.run_dir)), result.completed - result.unscored
     reward = "" if result.mean_reward is None else f", mean reward {result.mean_reward:.4f}"
     if reward and result.unscored:
-        reward += f" over {result.completed - result.unscored} scored"
+        reward += f" over {scored} scored"
     counts = f"{result.completed}/{result.total} rollouts done, {result.failed} failed{reward}"
-    this_call = f"{result.generated} generated"
-    if result.failed_now:
-        this_call += f" and {result.failed_now} failed"
-    this_call += f" in {format_duration(result.elapsed_s)}"
+    failed_now = f" and {result.failed_now} failed" if result.failed_now else ""
+    this_call = f"; {result.generated} generated{failed_now} in {format_duration(result.elapsed_s)}"
     if result.signal is not None or result.gave_up is not None:
-        first = f"stopped: {counts}; {this_call}"
+        state = "stopped"
     elif result.generated == result.failed_now == 0 and result.complete:
-        first = f"nothing left to do: {counts}"
+        state, this_call = "nothing left to do", ""
     else:
-        first = f"{'done' if result.complete else 'ended'}: {counts}; {this_call}"
-    lines = [first, f"run directory: {result.run_dir}"]
+        state = "done" if result.complete else "ended"
+    lines = [f"{state}: {counts}{this_call}", f"run directory: {result.run_dir}"]
     if result.artifact is not None:
         lines.append(f"artifact: {result.artifact} ({result.artifact_rows} rows)")
     if result.uploaded is not None:
@@ -127,34 +126,25 @@ def summarise(result: GenerationResult) -> str:
     if result.policy_versions is not None and result.policy_versions[0] != result.policy_versions[1]:
         lines.append("policy versions: {} to {}".format(*result.policy_versions))
     for cause in sorted(result.failure_causes, key=lambda cause: -cause.count):
-        lines.append(f"{cause.count} failed: {shortened(cause.example)}")
+        lines.append(f"{cause.count} failed: {_shortened(cause.example)}")
     if result.failed:
         lines.append(
-            f"all failures: rollstream status --failed {where}; "
-            "the same command with generation.retry_failed=true tries them again. A mended agent loop is taken "
-            "here while no finished rollout used it; else it needs another --output (trainer.default_local_dir)"
+            f"all failures: rollstream status --failed {where}; again with generation.retry_failed=true"
         )
     if result.gave_up is not None:
-        lines.append(f"it stopped by itself: {shortened(result.gave_up)}")
+        lines.append(f"it stopped by itself: {_shortened(result.gave_up)}")
     if result.tool_calls:
         lines.append(f"tools: {result.tool_calls} calls, {result.tool_errors} of them failed")
+    again = f"rollstream score {where} --reward FILE"
     if without_rule := result.unscored - result.reward_failed:
         why = ", ".join(map(repr, list(result.unscored_sources)[:5])) or "what their rows say"
         lines.append(
-            f"{without_rule} of {result.completed} rollouts are not scored: no reward for {why}; "
-            "give a reward (--reward FILE), or a data_source with a rule; to score these: "
-            f"rollstream score {where} --reward FILE"
+            f"{without_rule} of {result.completed} rollouts are not scored: no reward for {why}; to score them: {again}"
         )
     if result.reward_failed:
-        lines.append(
-            f"the reward failed on {result.reward_failed} rollouts: their reward is null; why: rollstream status "
-            f"{where}. Mend the file, then: rollstream score {where} --reward FILE"
-        )
+        lines.append(f"the reward failed on {result.reward_failed} rollouts; once it is mended: {again}")
     if result.equal_rewards is not None:
-        lines.append(
-            f"all {result.completed - result.unscored} rewards are {result.equal_rewards:g}: "
-            f"look at an answer with its ground truth: rollstream show {where} 0"
-        )
+        lines.append(f"all {scored} rewards are {result.equal_rewards:g}: see rollstream show {where} 0")
     if result.damage:
         lines.append(
             f"{len(result.damage)} damaged places were found and redone, see {result.run_dir}/damaged"
@@ -162,55 +152,67 @@ def summarise(result: GenerationResult) -> str:
     if result.exit_code == 1 and result.complete:
         lines.append(f"that is more than generation.max_failed_share={result.max_failed_share:g} allows")
     if result.completed:
-        called = command_line()[0]
-        program = called if Path(called).name == "rollstream" else "rollstream"
+        program = command_line()[0]
+        program = program if Path(program).name == "rollstream" else "rollstream"
         lines.append(f"look at it in a browser: {shlex.quote(program)} view {where} --open")
     return "\n".join(lines)
 
 
-def shortened(text: str) -> str:
+def _shortened(text: str) -> str:
     """The first line of a text, and of that as much as is read."""
     line = text.partition("\n")[0]
     return line if len(line) <= _ERROR_SHOWN else f"{line[: _ERROR_SHOWN - 1]}…"
 
 
 async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
-    """Prints what a run would be. Raises `RunDirectoryError` when the run directory would refuse it."""
+    """Prints what a run would be. Raises what the run itself would raise before its first rollout."""
     manifest = peek_manifest(config)
     with Waits() as waits:
         plan = await make_plan(config, manifest, waits.begin)
-    reporter = Reporter({}, plan.settings.generation.metrics_port)  # a port in use would end the run
+    settings, setup, dataset = plan.settings, plan.setup, plan.dataset
+    reporter = Reporter({}, settings.generation.metrics_port)  # a port in use would end the run
     await reporter.listen()
     await reporter.end_server()
-    launched = launched_commands(plan.settings, plan.run_dir / "logs")
+    launched = launched_commands(settings, plan.run_dir / "logs")
     capabilities = {} if launched else await _engine_capabilities(plan)
-    row = plan.dataset.row(int(plan.dataset.order[0]))
+    row = dataset.row(int(dataset.order[0]))
+    tools = plan.prompt_tools(row)
     report: dict[str, Any] = {
         "run_dir": str(plan.run_dir),
         "holds": "nothing yet" if manifest is None else f"a run created {manifest.created}",
         "would_differ": []
         if manifest is None
         else identity_differences(manifest.identity, plan.manifest.identity),
-        "prompt_rows": len(plan.dataset.order),
-        "rows_in_files": len(plan.dataset),
+        "prompt_rows": len(dataset.order),
+        "rows_in_files": len(dataset),
         "overlong_left_out": None if plan.overlong is None else plan.overlong.removed,
         "rollouts": plan.total,
         "agent_loops": plan.loop_names,
-        "tools": [schema["function"]["name"] for schema in plan.setup.agents.tools.schemas],
-        "first_prompt_tokens": plan.setup.prompts.length(
-            row.messages, row.images, tools=plan.prompt_tools(row)
-        )
-        if plan.setup.tokenizer.makes_ids
+        "tools": [schema["function"]["name"] for schema in setup.agents.tools.schemas],
+        "first_prompt_tokens": setup.prompts.length(row.messages, row.images, tools=tools)
+        if setup.tokenizer.makes_ids
         else None,
         "first_prompt": row.messages,
-        "first_prompt_text": plan.setup.tokenizer.render_text(row.messages, tools=plan.prompt_tools(row)),
-        "engine": {"name": plan.settings.actor_rollout_ref.rollout.name, **capabilities},
+        "first_prompt_text": setup.tokenizer.render_text(row.messages, tools=tools),
+        "engine": {"name": settings.actor_rollout_ref.rollout.name, **capabilities},
         "launch": launched,
         "identity": plan.manifest.identity,
     }
     out.write(_json(report) if as_json else _dry_run_text(report))
     out.flush()
-    await _refuse_like_a_run(plan, manifest)
+    adopted, nothing_done = check_run_directory(plan, manifest)
+    if adopted is not None and nothing_done:
+        logger.warning("nothing is done in %s yet: it would take the new settings", plan.run_dir)
+    elif manifest is not None and not nothing_done and settings.generation.resume == "extend":
+        check_positions(plan.run_dir, manifest, plan.visited_keys())
+    if is_locked(lock := plan.run_dir / "run.lock"):
+        raise RunDirectoryError(f"{plan.run_dir} is being written by another run: {lock_holder(lock)}")
+    there = next(path for path in (plan.run_dir, *plan.run_dir.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise RunDirectoryError(f"trainer.default_local_dir={plan.run_dir}: cannot write to {there}")
+    plan.say_unscored()
+    await setup.prepare_reward(plan.scored_sources)
+    plan.check_rows()
     if not as_json:
         out.write("dry run: everything resolves, nothing was generated\n")
 
@@ -270,30 +272,6 @@ def _dry_run_text(report: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=2**16))
 
 
-async def _refuse_like_a_run(plan: Plan, manifest: Manifest | None) -> None:
-    """Raises what the run itself would raise before its first rollout."""
-    adopted, nothing_done = check_run_directory(plan, manifest)
-    if adopted is not None and nothing_done:
-        logger.warning("nothing is done in %s yet: it would take the new settings", plan.run_dir)
-    elif manifest is not None and not nothing_done and plan.settings.generation.resume == "extend":
-        check_positions(plan.run_dir, manifest, plan.visited_keys())
-    _check_writable(plan.run_dir)
-    plan.say_unscored()
-    await plan.setup.prepare_reward(plan.scored_sources)
-    plan.check_rows()
-
-
-def _check_writable(run_dir: Path) -> None:
-    lock = run_dir / "run.lock"
-    if is_locked(lock):
-        raise RunDirectoryError(f"{run_dir} is being written by another run: {lock_holder(lock)}")
-    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise RunDirectoryError(f"{there} is a file; trainer.default_local_dir ({run_dir}) must be a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise RunDirectoryError(f"cannot write to {there}")
-
-
 def command_line() -> list[str]:
     """The command line of this process, as a person types it again.
 
@@ -315,27 +293,22 @@ def _standard_output(*, kept_clean: bool) -> Iterator[TextIO]:
     Others are a `print` in the user's reward function, and libraries and processes that write to file
     descriptor 1.
     """
-    if not kept_clean:
-        yield sys.stdout
-        return
     real = sys.stdout
     real.flush()
     try:
-        number = real.fileno()
-    except (OSError, ValueError):  # not a file: a test's or a notebook's
-        number = -1
-    if number != 1:
-        with redirect_stdout(sys.stderr):
-            yield real
-        return
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with redirect_stdout(sys.stderr), open(kept, "w", encoding=real.encoding, closefd=False) as out:
-            yield out
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        is_file = real.fileno() == 1
+    except (OSError, ValueError):
+        is_file = False  # a test's or a notebook's
+    with ExitStack() as stack:
+        if kept_clean:
+            stack.enter_context(redirect_stdout(sys.stderr))
+        if kept_clean and is_file:
+            kept = os.dup(1)
+            os.dup2(2, 1)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, 1)
+            real = stack.enter_context(open(kept, "w", encoding=real.encoding, closefd=False))
+        yield real
 
 
 def _json(value: Any) -> str:

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -18,10 +18,9 @@ from rollstream.engine.launch.plan import OWN_KEYS, replica_resources
 from rollstream.engine.pool import PoolEngine
 from rollstream.engine.ray_package import import_ray
 from rollstream.engine.registry import engine_kind, replica_maker
-from rollstream.engine.replica import Replica
 from rollstream.errors import ConfigError, EngineError
 from rollstream.generation.plan import Plan, executor_elsewhere, runs_in_workers
-from rollstream.rollout.executor import Executor, WorkerBackend
+from rollstream.rollout.executor import Executor, Sink, WorkerBackend
 from rollstream.rollout.processes import ProcessBackend
 from rollstream.rollout.ray import RayBackend, default_workers, here
 from rollstream.rollout.ray_cluster import RayCluster
@@ -29,7 +28,6 @@ from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit,
 from rollstream.rollout.worker_host import BuiltWorker, LocalBackend, WorkerRecipe
 from rollstream.stop_signals import StopSignals
 from rollstream.store.records import EncodedRollout
-from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import Failure, LogprobKind, Rollout
 
 logger = logging.getLogger(__name__)
@@ -57,7 +55,7 @@ class Start:
     """Everything that an executor is started with."""
 
     plan: Plan
-    sink: StoreWriter
+    sink: Sink
     log_dir: Path
     """For the logs of engines."""
     stop: StopSignals
@@ -69,9 +67,48 @@ class Start:
     async def start_engine(self, engine: Engine) -> None:
         """Starts it beside the reward, and checks that it can do what is asked for; `stack` closes it."""
         self.stack.push_async_callback(engine.close)
-        plan = self.plan
-        plan.say_unscored()
-        await self.stop.unless_stopped(plan.setup.start_engine(engine, plan.scored_sources))
+        self.plan.say_unscored()
+        await self.stop.unless_stopped(self.plan.setup.start_engine(engine, self.plan.scored_sources))
+
+    async def start_executor(
+        self,
+        backend: WorkerBackend,
+        engine: Engine | None,
+        *,
+        workers: int = 1,
+        urls: Callable[[], Sequence[str]] | None = None,
+    ) -> Execution:
+        """Starts the workers; `engine` is the one that they share."""
+        settings, setup = self.plan.settings, self.plan.setup
+        generation = settings.generation
+        executor = Executor(
+            self.sink,
+            backend,
+            load_row=self.plan.dataset.row,
+            max_in_flight=in_flight_limit(settings),
+            workers=workers,
+            attempt_timeout=generation.attempt_timeout,
+            max_attempts=generation.max_attempts,
+            engine_timeout=generation.engine_timeout,
+            adaptive=generation.adaptive_in_flight,
+            engine=engine,
+            urls=urls,
+            on_durable=self.on_durable,
+        )
+        self.stack.push_async_callback(executor.close)
+        await self.stop.unless_stopped(executor.start())
+        logprobs: LogprobKind | Literal["none"] | None
+        if engine is not None:
+            logprobs = engine.capabilities.logprobs
+        elif setup.logprobs_temperature is not None:
+            logprobs = "processed"
+        else:
+            logprobs = engine_kind(settings.actor_rollout_ref.rollout.name).logprobs
+        # Of servers by URL the workers know whether they are there.
+        known = isinstance(engine, LaunchedEngine) or (backend.is_local and isinstance(engine, HasReplicas))
+        return Execution(
+            executor, logprobs, cast(HasReplicas, engine).replica_counts if known else lambda: None
+        )
 
 
 async def start_execution(start: Start) -> Execution:
@@ -96,28 +133,12 @@ async def start_execution(start: Start) -> Execution:
     engine = plan.create_engine(start.log_dir)
     await start.start_engine(engine)
     plan.check_rows()
-    built = plan.setup.make_worker(engine, plan.loop_names)
-    executor = Executor(
-        start.sink,
-        LocalBackend(built),
-        load_row=plan.dataset.row,
-        max_in_flight=in_flight_limit(settings),
-        adaptive=settings.generation.adaptive_in_flight,
-        engine=engine,
-        on_durable=start.on_durable,
-    )
-    start.stack.push_async_callback(executor.close)
-    await executor.start()
-    replicas = engine.replica_counts if isinstance(engine, HasReplicas) else lambda: None
-    return Execution(executor, engine.capabilities.logprobs, replicas)
+    return await start.start_executor(LocalBackend(plan.setup.make_worker(engine, plan.loop_names)), engine)
 
 
 async def join_cluster(start: Start) -> None:
-    """Joins or starts the cluster that `ray_kwargs` names; `start.stack` leaves it again.
-
-    Raises:
-        ConfigError: Ray does not take these arguments.
-        EngineUnavailableError: no cluster is there.
+    """Joins or starts the cluster that `ray_kwargs` names; `start.stack` leaves it again. Raises `ConfigError`,
+    `EngineUnavailableError`, see `RayCluster`.
     """
     ray_kwargs = start.plan.settings.ray_kwargs
     cluster = RayCluster(ray_kwargs.ray_init, ray_kwargs.timeline_json_file)
@@ -181,8 +202,7 @@ async def start_in_workers(
         has_engine: whether workers use the run's engine.
     """
     plan, settings = start.plan, start.plan.settings
-    generation, rollout = settings.generation, settings.actor_rollout_ref.rollout
-    on_ray = launches_on_ray(settings)
+    rollout, on_ray = settings.actor_rollout_ref.rollout, launches_on_ray(settings)
     if on_ray:  # left last, so that what runs on it can end first
         await join_cluster(start)
     engine: Engine | None = None
@@ -195,13 +215,14 @@ async def start_in_workers(
         if isinstance(engine, LaunchedEngine):
             launched = engine
             urls = lambda: launched.replicas  # noqa: E731
-    recipe = partial(make_recipe, follows=urls is not None)
+    workers = settings.generation.processes
 
     def next_recipe() -> WorkerRecipe:  # servers may be others by the time that a worker is replaced
-        return recipe(config_yaml=worker_config(plan.config, workers, urls))
+        config_yaml = worker_config(plan.config, workers, urls)
+        return make_recipe(config_yaml=config_yaml, follows=urls is not None)
 
-    backend: WorkerBackend
-    if generation.executor != "local":
+    backend: WorkerBackend = ProcessBackend(next_recipe)
+    if settings.generation.executor != "local":
         if not on_ray:  # after the engine: what is wrong with that shows sooner
             await join_cluster(start)
         claimed = _claimed_cpus(plan, engine) if on_ray else 0.0
@@ -210,32 +231,7 @@ async def start_in_workers(
         if urls is not None and not on_ray:
             options = {"scheduling_strategy": here(), **options}  # launched servers listen on this machine
         backend = RayBackend(next_recipe, options)
-    else:
-        workers, backend = generation.processes, ProcessBackend(next_recipe)
-    executor = Executor(
-        start.sink,
-        backend,
-        load_row=plan.dataset.row,
-        max_in_flight=in_flight_limit(settings),
-        workers=workers,
-        attempt_timeout=generation.attempt_timeout,
-        max_attempts=generation.max_attempts,
-        engine_timeout=generation.engine_timeout,
-        adaptive=generation.adaptive_in_flight,
-        engine=engine,
-        urls=urls,
-        on_durable=start.on_durable,
-    )
-    start.stack.push_async_callback(executor.close)
-    await start.stop.unless_stopped(executor.start())
-    logprobs: LogprobKind | Literal["none"] | None = engine_kind(rollout.name).logprobs
-    if engine is not None:
-        logprobs = engine.capabilities.logprobs
-    elif plan.setup.logprobs_temperature is not None:
-        logprobs = "processed"
-    # Of servers by URL the workers know whether they are there.
-    replicas = engine.replica_counts if isinstance(engine, LaunchedEngine) else lambda: None
-    return Execution(executor, logprobs, replicas)
+    return await start.start_executor(backend, engine, workers=workers, urls=urls)
 
 
 def _claimed_cpus(plan: Plan, engine: Engine | None) -> float:
@@ -243,12 +239,12 @@ def _claimed_cpus(plan: Plan, engine: Engine | None) -> float:
     assert isinstance(engine, LaunchedEngine)
     each = replica_resources(plan.settings.ray_kwargs.replica).get("CPU", 0.0)
     claimed = len(engine.supervisors) * each
-    there = float(import_ray().cluster_resources().get("CPU", 0.0))
-    if there - claimed < (needed := plan.settings.ray_kwargs.worker.get("num_cpus", 1)):
+    total = float(import_ray().cluster_resources().get("CPU", 0.0))
+    if total - claimed < (needed := plan.settings.ray_kwargs.worker.get("num_cpus", 1)):
         raise ConfigError(
-            f"the cluster has {there:g} CPUs, of which {len(engine.supervisors)} replicas claim {each:g} "
-            f"each: that leaves no worker the {needed} that it needs. Lower ray_kwargs.replica.num_cpus or "
-            "ray_kwargs.worker.num_cpus; or set generation.executor=local, which needs no workers"
+            f"the cluster has {total:g} CPUs, of which {len(engine.supervisors)} replicas claim {each:g} each: that "
+            f"leaves no worker the {needed} that it needs. Lower ray_kwargs.replica.num_cpus or "
+            "ray_kwargs.worker.num_cpus, or set generation.executor=local"
         )
     return claimed
 
@@ -268,39 +264,38 @@ def worker_config(config: DictConfig, workers: int, urls: Callable[[], Sequence[
         defaults: Any = compose().actor_rollout_ref.rollout
         for key in _LAUNCHING:
             rollout[key] = defaults[key]
-    if rollout.name == "openai":
-        for key in _PER_MINUTE:
-            if limit := rollout.engine_kwargs.get(key):
-                if (share := int(limit) // workers) < 1:
-                    raise ConfigError(
-                        f"engine_kwargs.{key}={limit} is less than one for each of {workers} workers: set "
-                        f"actor_rollout_ref.rollout.agent.num_workers (or generation.processes) to {limit} at most"
-                    )
-                rollout.engine_kwargs[key] = share
+    for key in _PER_MINUTE if rollout.name == "openai" else ():
+        if limit := rollout.engine_kwargs.get(key):
+            if int(limit) < workers:
+                raise ConfigError(
+                    f"engine_kwargs.{key}={limit} is less than one for each of {workers} workers "
+                    "(actor_rollout_ref.rollout.agent.num_workers, generation.processes)"
+                )
+            rollout.engine_kwargs[key] = int(limit) // workers
     return OmegaConf.to_yaml(tree, resolve=True)
 
 
 def follower(setup: RolloutSetup, engine: Engine) -> Callable[[Sequence[str]], Awaitable[None]]:
     """Takes the URLs of servers that are launched anew, for an engine by URLs."""
     assert isinstance(engine, PoolEngine)
-    settings = setup.settings.actor_rollout_ref
+    pool, settings = engine, setup.settings.actor_rollout_ref
     assert settings.model.path is not None
     make = replica_maker(
         settings.rollout.name, model_path=settings.model.path, engine_kwargs=settings.rollout.engine_kwargs
     )
-    return partial(follow_urls, engine, make)
 
+    async def follow(urls: Sequence[str]) -> None:
+        """Takes in servers that have come and leaves out those that have gone, all but the last one."""
+        for url in urls:
+            if url not in pool.replicas:
+                replica = make(url)
+                try:
+                    await pool.add_replica(replica)
+                except EngineError as error:  # not there yet, or not any more: it is told again
+                    logger.warning("cannot take in %s: %s", url, error)
+                    await replica.close()
+        for url in pool.replicas:
+            if url not in urls and len(pool.replicas) > 1:
+                await pool.remove_replica(url)
 
-async def follow_urls(pool: PoolEngine, make: Callable[[str], Replica], urls: Sequence[str]) -> None:
-    """Takes in servers that have come and leaves out those that have gone, all but the last one."""
-    for url in urls:
-        if url not in pool.replicas:
-            replica = make(url)
-            try:
-                await pool.add_replica(replica)
-            except EngineError as error:  # not there yet, or not any more: it is told again
-                logger.warning("cannot take in %s: %s", url, error)
-                await replica.close()
-    for url in pool.replicas:
-        if url not in urls and len(pool.replicas) > 1:
-            await pool.remove_replica(url)
+    return follow

@@ -1,7 +1,7 @@
 """What decides the data of a run: a flat mapping of dotted keys to JSON values (R6)."""
 
 import hashlib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rollstream.errors import IdentityMismatchError
 from rollstream.rollout.setup import RolloutSetup, has_tokenizer
 from rollstream.store.manifest import (
     DATASET_IDENTITY,
+    LOOP_IDENTITY,
     SHARD_IDENTITY,
     Manifest,
     extends,
@@ -37,8 +38,10 @@ _TURN_SETTINGS = (
     *("max_tool_response_length", "tool_response_truncate_side"),
 )
 
-_WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.gguf")
-_MODEL_PATTERNS = (*_WEIGHT_PATTERNS, "config.json", "generation_config.json", "openvino_model.xml")
+_MODEL_PATTERNS = (
+    *("*.safetensors", "*.bin", "*.gguf"),
+    *("config.json", "generation_config.json", "openvino_model.xml"),
+)
 
 _WHOLE_FILE_BYTES = 64 << 20
 """Files up to this size are hashed whole; of larger ones, samples: other weights differ nearly everywhere."""
@@ -72,7 +75,7 @@ def build_identity(
         },
         "agent.default_agent_loop": rollout.agent.default_agent_loop,
         "tools": tools.digest if tools.schemas else None,
-        "data.tool_config": json_digest(setup.shown_tools) if setup.shown_tools else None,
+        "data.tool_config": _json_digest(setup.shown_tools) if setup.shown_tools else None,
         "model.image_processor": images,
         "generation.seed": settings.generation.seed,
         "data.prompt_key": data.prompt_key,
@@ -85,7 +88,7 @@ def build_identity(
         f"{DATASET_IDENTITY}.shuffle": data.shuffle,
         f"{DATASET_IDENTITY}.seed": data.seed if data.shuffle else None,
     }
-    if data.ground_truth_key is not None:  # a run directory of before it was known has none
+    if data.ground_truth_key is not None:
         identity["data.ground_truth_key"] = data.ground_truth_key
     identity |= {**agents, **launch_identity(settings)}
     if (shard := settings.generation.shard_of) is not None:
@@ -93,14 +96,13 @@ def build_identity(
     if "multi_turn.parser" in agents:  # a loop that takes turns
         identity |= {f"multi_turn.{name}": getattr(rollout.multi_turn, name) for name in _TURN_SETTINGS}
     identity |= {f"rollout.{name}": getattr(rollout, name) for name in _ROLLOUT_SETTINGS}
-    if rollout.extra_sampling:  # a run directory of before they were known has none
+    if rollout.extra_sampling:
         identity["rollout.extra_sampling"] = rollout.extra_sampling
     normalised: dict[str, Any] = orjson.loads(orjson.dumps(identity, option=orjson.OPT_SERIALIZE_NUMPY))
     return normalised
 
 
-def json_digest(value: list[Any]) -> str:
-    """Names a JSON value by content."""
+def _json_digest(value: list[Any]) -> str:
     return hashlib.blake2b(orjson.dumps(value, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
 
 
@@ -110,23 +112,20 @@ def model_digest(path: str) -> str:
     if not folder.is_dir():
         return path
     digest = hashlib.blake2b(digest_size=16)
-    files = sorted({file for pattern in _MODEL_PATTERNS for file in folder.glob(pattern) if file.is_file()})
-    for file in files:
-        digest.update(f"{file.name}:{file.stat().st_size};".encode())
-        _hash_file(file, digest)
+    for file in sorted(
+        {file for pattern in _MODEL_PATTERNS for file in folder.glob(pattern) if file.is_file()}
+    ):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size};".encode())
+        with file.open("rb") as stream:
+            if size <= _WHOLE_FILE_BYTES:
+                while chunk := stream.read(1 << 20):
+                    digest.update(chunk)
+                continue
+            for sample in range(_SAMPLES + 1):
+                stream.seek((size - _SAMPLE_BYTES) * sample // _SAMPLES)
+                digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def _hash_file(file: Path, digest: "hashlib.blake2b") -> None:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        if size <= _WHOLE_FILE_BYTES:
-            while chunk := stream.read(1 << 20):
-                digest.update(chunk)
-            return
-        for sample in range(_SAMPLES + 1):
-            stream.seek((size - _SAMPLE_BYTES) * sample // _SAMPLES)
-            digest.update(stream.read(_SAMPLE_BYTES))
 
 
 def launch_identity(settings: Settings) -> dict[str, Any]:
@@ -153,14 +152,7 @@ def launch_identity(settings: Settings) -> dict[str, Any]:
 
 
 def adopted_manifest(
-    root: Path,
-    old: Manifest,
-    wanted: Manifest,
-    *,
-    extend: bool,
-    nothing_done: bool,
-    unused: Set[str] = frozenset(),
-    files: Mapping[str, str],
+    root: Path, old: Manifest, wanted: Manifest, *, extend: bool, nothing_done: bool
 ) -> Manifest | None:
     """The manifest that a run directory gets where settings differ that change nothing in it; None for its own.
 
@@ -173,26 +165,28 @@ def adopted_manifest(
         wanted: the one asked for.
         extend: appended rows and a larger `n` are allowed.
         nothing_done: the run has no finished rollout.
-        unused: identity keys that no finished rollout depends on.
-        files: by identity key, what to name for it: see `Plan.identity_files`.
 
     Raises:
-        IdentityMismatchError: with the settings and files that differ.
+        IdentityMismatchError: with the settings that differ.
     """
     differences = identity_differences(old.identity, wanted.identity)
-    kept = {"run_id": old.run_id, "created": old.created}
     if nothing_done:
-        return msgspec.structs.replace(wanted, **kept) if differences else None
-    harmless = _harmless(old.identity, wanted.identity) | unused
+        kept = msgspec.structs.replace(wanted, run_id=old.run_id, created=old.created)
+        return kept if differences else None
+    harmless = _harmless(old.identity, wanted.identity)
     refused = [one for one in differences if one[0] not in harmless and not (extend and extends(one))]
     if refused:
-        raise IdentityMismatchError(_explained(root, refused, old, wanted, files), refused)
-    if not harmless.intersection(key for key, _, _ in differences):
+        lines = [f"  {_difference(*one, _changed_files(old, wanted))}" for one in refused]
+        hint = "generation.resume=extend goes on with rows that were appended, or a larger n"
+        raise IdentityMismatchError(
+            f"{root} holds a run of another identity; nothing was touched. What differs (old -> new):\n"
+            + "\n".join([*lines, *([hint] if all(map(extends, refused)) else [])]),
+            refused,
+        )
+    changed = {key: wanted.identity[key] for key, _, _ in differences if key in harmless}
+    if not changed:
         return None
-    identity = {key: value for key, value in old.identity.items() if key not in harmless}
-    identity |= {key: value for key, value in wanted.identity.items() if key in harmless}
-    tools = {**old.tools, **wanted.tools}
-    return msgspec.structs.replace(old, identity=identity, config=wanted.config, tools=tools)
+    return msgspec.structs.replace(old, identity={**old.identity, **changed}, config=wanted.config)
 
 
 def _harmless(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
@@ -203,70 +197,58 @@ def _harmless(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
     return {"data.truncation", length} if uncut and new.get(length, 0) >= old.get(length, 0) > 0 else set()
 
 
+_DIGESTS = {
+    "model.digest": "the model",
+    "model.tokenizer": "the tokenizer or chat template",
+    "model.image_processor": "the image processor",
+    "tools": "the tools (tool_config_path, function_tool_path)",
+    "data.tool_config": "data.tool_config_path",
+    "multi_turn.interactions": "interaction_config_path",
+    "multi_turn.parser": "the tool parser",
+}
+"""Keys whose values are digests, and what to call them."""
+
 _CONFIG_KEYS = {
     "engine": "actor_rollout_ref.rollout.name",
     "rollout.prompt_length": "data.max_prompt_length",
-    "agent.default_agent_loop": "actor_rollout_ref.rollout.agent.default_agent_loop",
-    f"{DATASET_IDENTITY}.filter_overlong_prompts": "data.filter_overlong_prompts",
-    f"{DATASET_IDENTITY}.train_max_samples": "data.train_max_samples",
-    f"{DATASET_IDENTITY}.shuffle": "data.shuffle",
-    f"{DATASET_IDENTITY}.seed": "data.seed",
-    f"{DATASET_IDENTITY}.count": "number of prompt rows",
+    "agent.": "actor_rollout_ref.rollout.agent.",
+    "rollout.": "actor_rollout_ref.rollout.",
+    "multi_turn.": "actor_rollout_ref.rollout.multi_turn.",
+    "launch.": "actor_rollout_ref.rollout.launch.",
+    "engine.": "actor_rollout_ref.rollout.engine_kwargs.",
+    f"{DATASET_IDENTITY}.": "data.",
 }
-_PREFIXES = (
-    ("rollout.", "actor_rollout_ref.rollout."),
-    ("multi_turn.", "actor_rollout_ref.rollout.multi_turn."),
-    ("launch.", "actor_rollout_ref.rollout.launch."),
-    ("engine.", "actor_rollout_ref.rollout.engine_kwargs."),
-)
+"""Keys, or how they begin, and their names in the configuration."""
 
 
-def _explained(
-    root: Path,
-    refused: list[tuple[str, object, object]],
-    old: Manifest,
-    wanted: Manifest,
-    files: Mapping[str, str],
-) -> str:
-    lines = []
-    for key, before, after in refused:
-        if key == f"{DATASET_IDENTITY}.fingerprint":
-            lines.append(f"  prompt rows: {_changed_files(old, wanted)}")
-        elif key in files:
-            if None in (before, after):
-                how = "is used only now" if before is None else "was used only before"
-            else:
-                how = "has another content"
-            lines.append(f"  {files[key]} {how}")
-        else:
-            name = _CONFIG_KEYS.get(key)
-            for prefix, config in _PREFIXES:
-                if name is None and key.startswith(prefix):
-                    name = config + key.removeprefix(prefix)
-            lines.append(f"  {name or key}: {before!r} -> {after!r}")
-    if all(map(extends, refused)):
-        hint = "If rows were appended, or n grew, generation.resume=extend goes on with them."
-    else:
-        hint = (
-            "Finished rollouts were made by what was before: put it back to continue, or use another --output "
-            "(trainer.default_local_dir) for the new run."
-        )
-    return (
-        f"{root} holds a run of another identity; nothing was touched. What differs (old -> new):\n"
-        + "\n".join(lines)
-        + f"\n{hint}"
-    )
+def _difference(key: str, old: object, new: object, files: str) -> str:
+    if key == f"{DATASET_IDENTITY}.fingerprint":
+        return f"prompt rows: {files}"
+    name = _DIGESTS.get(key)
+    if key.startswith(LOOP_IDENTITY):
+        name = f"agent loop {key.removeprefix(LOOP_IDENTITY)} or its options"
+    if name is not None:
+        return f"{name}: {'used only now' if old is None else 'unused now' if new is None else 'another content'}"
+    for prefix, config in _CONFIG_KEYS.items():
+        if key == prefix or (prefix.endswith(".") and key.startswith(prefix)):
+            return f"{config + key.removeprefix(prefix)}: {old!r} -> {new!r}"
+    return f"{key}: {old!r} -> {new!r}"
 
 
 def _changed_files(old: Manifest, wanted: Manifest) -> str:
     """Data files that differ, by name; their order may differ, too."""
-
-    def contents(manifest: Manifest) -> dict[str, str]:
-        return {str(one["name"]): str(one["digest"]) for one in manifest.dataset.get("files") or []}
-
-    before, after = contents(old), contents(wanted)
-    changed = [path for path, digest in after.items() if digest not in before.values()]
-    gone = [path for path, digest in before.items() if digest not in after.values() and path not in after]
-    said = [f"{path} {'has another content' if path in before else 'is new'}" for path in changed]
-    said += [f"{path} is not used any more" for path in gone]
-    return "; ".join(said) or "other rows, or in another order"
+    before, after = (
+        {str(file["name"]): str(file["digest"]) for file in manifest.dataset.get("files") or []}
+        for manifest in (old, wanted)
+    )
+    changes = [
+        f"{path} {'has another content' if path in before else 'is new'}"
+        for path, digest in after.items()
+        if digest not in before.values()
+    ]
+    changes += [
+        f"{path} is not used any more"
+        for path, digest in before.items()
+        if digest not in after.values() and path not in after
+    ]
+    return "; ".join(changes) or "other rows, or in another order"

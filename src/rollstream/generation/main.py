@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options and words of `generate`; words and options may stand in any order, see `parse`."""
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, in Hydra's grammar")
     for flag, key, text, more in _SHORT:
-        told: dict[str, Any] = {"metavar": flag.removeprefix("--").upper(), **more}
-        parser.add_argument(flag, dest=key, help=f"{text} ({key})", **told)
+        more = {"metavar": flag.removeprefix("--").upper(), **more}
+        parser.add_argument(flag, dest=key, help=f"{text} ({key})", **more)
     parser.add_argument(
         "--config",
         type=Path,
@@ -94,11 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _job(word: str) -> str:
-    if (letter := word.partition("=")[0]) in (
-        "n",
-        "d",
-        "p",
-    ):  # argparse takes it for -c with a word behind it
+    letter = word.partition("=")[0]
+    if letter in ("n", "d", "p"):  # argparse takes it for -c with a word behind it
         raise argparse.ArgumentTypeError(f"-c{letter} is not taken{HYDRA_HINT}")
     if word != "job":
         raise argparse.ArgumentTypeError(f"want job, not {word!r}{HYDRA_HINT}")

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import logging
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +42,7 @@ from rollstream.reward.rules import RuleReward, find_rule
 from rollstream.rollout.setup import RolloutSetup, build_setup, has_tokenizer, launches_on_ray, load_agents
 from rollstream.store.export.dataproto import ImageInputs, check_packages
 from rollstream.store.export.format import export_format
-from rollstream.store.manifest import LOOP_IDENTITY, Manifest, new_manifest, read_manifest
+from rollstream.store.manifest import Manifest, new_manifest, read_manifest
 from rollstream.trajectory import PromptRow
 
 logger = logging.getLogger(__name__)
@@ -112,7 +111,9 @@ class Plan:
         """Data sources of the rows that a rule knows."""
         if not isinstance(self.setup.reward, RuleReward):
             return []
-        return [one for one in self.dataset.data_sources() if one != OTHER_SOURCES and find_rule(one)]
+        return [
+            source for source in self.dataset.data_sources() if source != OTHER_SOURCES and find_rule(source)
+        ]
 
     @property
     def unscored_sources(self) -> dict[str, int]:
@@ -120,7 +121,7 @@ class Plan:
         if not isinstance(self.setup.reward, RuleReward):
             return {}
         known = {*self.scored_sources, OTHER_SOURCES}
-        return {one: rows for one, rows in self.dataset.data_sources().items() if one not in known}
+        return {source: rows for source, rows in self.dataset.data_sources().items() if source not in known}
 
     def create_engine(self, log_dir: Path) -> Engine:
         """The run's engine, not started, to be asked what it can. Raises `ConfigError`."""
@@ -146,30 +147,6 @@ class Plan:
             allow_http=self.settings.data.fetch_images,
             trust_remote_code=model.trust_remote_code,
         )
-
-    def identity_files(self) -> dict[str, str]:
-        """Names for keys of the identity that are digests: the setting with its file."""
-        model, data = self.settings.actor_rollout_ref.model, self.settings.data
-        multi_turn = self.settings.actor_rollout_ref.rollout.multi_turn
-        tokenizer = model.tokenizer_path or model.path
-        files = {
-            "model.digest": f"the model {model.path}",
-            "model.tokenizer": f"the tokenizer or chat template of {tokenizer}",
-            "model.image_processor": f"the image processor of {tokenizer}",
-            "tools": f"the tool file {multi_turn.tool_config_path or multi_turn.function_tool_path}",
-            "data.tool_config": f"data.tool_config_path {data.tool_config_path}",
-            "multi_turn.interactions": f"the interaction file {multi_turn.interaction_config_path}",
-            "multi_turn.parser": f"the tool parser {multi_turn.format}",
-        }
-        for name in self.loop_names:
-            module = self.setup.agents.loops.entry(name).loop.__module__
-            file = (
-                None if module.startswith("rollstream.") else getattr(sys.modules[module], "__file__", None)
-            )
-            files[f"{LOOP_IDENTITY}{name}"] = (
-                f"agent loop {name}{f' ({file})' if file else ''}: it, or its options,"
-            )
-        return files
 
     def check_rows(self) -> None:
         """Tries the first rows, and says what is probably wrong with them.
@@ -202,14 +179,13 @@ class Plan:
     def say_unscored(self) -> None:
         """Logs which rows no reward rule knows."""
         if unscored := self.unscored_sources:
-            sources, largest = self.dataset.data_sources(), sorted(unscored.items(), key=lambda one: -one[1])
+            few = ", ".join(f"{source!r} ({rows} rows)" for source, rows in [*unscored.items()][:5])
+            level = logging.INFO if len(unscored) == len(self.dataset.data_sources()) else logging.WARNING
             logger.log(
-                logging.INFO if len(unscored) == len(sources) else logging.WARNING,
-                "%d of %d rows of the files are not scored, unless their agent loop does: no reward for %s%s",
-                sum(unscored.values()),
-                sum(sources.values()),
-                ", ".join(f"{source!r} ({count} rows)" for source, count in largest[:5]),
-                f" and {len(largest) - 5} more" if len(largest) > 5 else "",
+                level,
+                "rows of %d data sources are not scored, unless their agent loop does: %s",
+                len(unscored),
+                few,
             )
 
 
@@ -233,12 +209,11 @@ class InMemory:
         if self.reward is None:
             return
         if settings.custom_reward_function.path is not None:
-            raise ConfigError("a reward is given in memory, so custom_reward_function.path stays unset")
+            raise ConfigError("a reward is given in memory, and by custom_reward_function.path")
         if executor not in _OWN_EXECUTORS or runs_in_workers(settings):
             raise ConfigError(
-                "a reward given in memory is known in this process only, and generation.executor="
-                f"{executor} with generation.processes={settings.generation.processes} scores in others: name a "
-                "file by custom_reward_function.path"
+                f"generation.executor={executor}, generation.processes={settings.generation.processes}: a reward in "
+                "memory is known in this process only: name a file by custom_reward_function.path"
             )
 
 
@@ -331,10 +306,8 @@ def known_dataset(manifest: Manifest | None) -> KnownDataset | None:
 
 def _make_plan(config: DictConfig, setup: RolloutSetup, dataset: PromptDataset, say: Say) -> Plan:
     settings, agents, tokenizer = setup.settings, setup.agents, setup.tokenizer
-    rollout, show_tools = (
-        settings.actor_rollout_ref.rollout,
-        settings.actor_rollout_ref.rollout.multi_turn.show_tools,
-    )
+    rollout = settings.actor_rollout_ref.rollout
+    show_tools = rollout.multi_turn.show_tools
     for name in sorted(dataset.agent_names()):
         try:
             agents.loops.entry(name)
@@ -343,13 +316,16 @@ def _make_plan(config: DictConfig, setup: RolloutSetup, dataset: PromptDataset, 
     loop_names = _loop_names(settings, dataset)
     if (settings.gateway.command or settings.gateway.function) and {*loop_names} <= _NOT_RECORDED:
         logger.warning(
-            "gateway.command and gateway.function are not used: the agent loop is %s; want "
-            "actor_rollout_ref.rollout.agent.default_agent_loop=command_agent or function_agent?",
-            ", ".join(loop_names),
+            "gateway.command and gateway.function are not used: the agent loop is %s", ", ".join(loop_names)
         )
-    if runs_in_workers(settings):
-        _check_known_to_workers(setup, dataset)
-    shown = [agents.prompt_tools(name, show_tools=show_tools) for name in loop_names]
+    if runs_in_workers(settings) and isinstance(setup.reward, RuleReward):
+        for source in dataset.data_sources():
+            rule = find_rule(source)
+            if rule is not None and not rule.function.__module__.startswith("rollstream."):
+                raise ConfigError(
+                    f"the reward of data source {source!r} (@register_reward) is known in this process only, and "
+                    "rollouts run in others: set custom_reward_function.path"
+                )
     overlong = None
     if settings.data.filter_overlong_prompts:
         say(f"looking for prompts of more than {rollout.prompt_length} tokens")
@@ -358,18 +334,13 @@ def _make_plan(config: DictConfig, setup: RolloutSetup, dataset: PromptDataset, 
             lambda rows: setup.prompts.lengths(rows, partial(_prompt_tools, setup)),
             rollout.prompt_length,
         )
-        logger.info(
-            "left out %d of %d prompts longer than %d tokens",
-            overlong.removed,
-            overlong.checked,
-            rollout.prompt_length,
-        )
+        logger.info("left out %d of %d prompts that are too long", overlong.removed, overlong.checked)
     if (shard := settings.generation.shard_of) is not None:
         take_shard(dataset, *shard)
-    rows, total = len(dataset.order), len(dataset.order) * rollout.n
+    total = len(dataset.order) * rollout.n
     check_memory(
         _BYTES_A_ROLLOUT * total,
-        f"{rows} prompts and actor_rollout_ref.rollout.n={rollout.n}, {total} rollouts",
+        f"{len(dataset.order)} prompts and actor_rollout_ref.rollout.n={rollout.n}, {total} rollouts",
     )
     agents.check(set(loop_names), tokenizer, show_tools=show_tools, images=dataset.has_images())
     say("reading the model's files")
@@ -379,10 +350,10 @@ def _make_plan(config: DictConfig, setup: RolloutSetup, dataset: PromptDataset, 
         fingerprint=dataset.fingerprint,
         rows=len(dataset),
     )
-    schemas = [*setup.shown_tools, *(one for each in shown for one in each or ())]
-    tools = {schema_digest(one): orjson.loads(schema_json(one)) for one in schemas}
-    manifest = manifest_for(config, setup, dataset, identity, tools=tools)
-    return Plan(setup, config, dataset, manifest, overlong)
+    shown = [agents.prompt_tools(name, show_tools=show_tools) or [] for name in loop_names]
+    schemas = [*setup.shown_tools, *(schema for each in shown for schema in each)]
+    tools = {schema_digest(schema): orjson.loads(schema_json(schema)) for schema in schemas}
+    return Plan(setup, config, dataset, manifest_for(config, setup, dataset, identity, tools=tools), overlong)
 
 
 def _loop_names(settings: Settings, dataset: PromptDataset) -> list[str]:
@@ -500,9 +471,8 @@ def check_executor(settings: Settings) -> None:
         )
     if generation.processes > 1 and engine_kind(engine).is_embedded:
         raise ConfigError(
-            f"generation.processes={generation.processes}: engine {engine!r} runs in the process that uses it "
-            "and takes all cores; start it as a server (rollstream serve) and give its URL by "
-            "actor_rollout_ref.rollout.server_urls, or leave processes at 1"
+            f"generation.processes={generation.processes}: engine {engine!r} runs in the process that uses it and "
+            "takes all cores; start it as a server (rollstream serve), or leave processes at 1"
         )
     if generation.executor == "ray" or launches_on_ray(settings):
         import_ray()
@@ -513,21 +483,3 @@ def check_executor(settings: Settings) -> None:
 def runs_in_workers(settings: Settings) -> bool:
     """Whether rollouts run in worker processes, here or on Ray."""
     return settings.generation.executor == "ray" or settings.generation.processes > 1
-
-
-def _check_known_to_workers(setup: RolloutSetup, dataset: PromptDataset) -> None:
-    """Refuses rules that a decorator has registered in this process: other processes would leave rows unscored.
-
-    Raises:
-        ConfigError: naming the setting by which workers know it, too.
-    """
-    if not isinstance(setup.reward, RuleReward):
-        return
-    for source in dataset.data_sources():
-        rule = find_rule(source)
-        if rule is not None and not rule.function.__module__.startswith("rollstream."):
-            raise ConfigError(
-                f"the reward of data source {source!r} (@register_reward) is known in this process only, and "
-                "generation.executor=ray and generation.processes run rollouts in others: set "
-                "custom_reward_function.path"
-            )

@@ -10,13 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from omegaconf import DictConfig
 from rich.console import Console
 
@@ -40,16 +39,7 @@ from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.export.format import file_name
 from rollstream.store.export.run import write_export
 from rollstream.store.journal import write_file_durably
-from rollstream.store.keys import KeyStates
-from rollstream.store.manifest import (
-    DATASET_IDENTITY,
-    LOOP_IDENTITY,
-    Manifest,
-    check_reward,
-    identity_differences,
-    read_manifest,
-    write_manifest,
-)
+from rollstream.store.manifest import Manifest, check_reward, read_manifest, write_manifest
 from rollstream.store.paths import RunPaths
 from rollstream.store.records import EncodedRollout, RecordCodec
 from rollstream.store.run import Run
@@ -70,6 +60,8 @@ Config = Mapping[str, Any] | Sequence[str] | DictConfig
 OnRollout = Callable[[Rollout], object]
 
 OnExecutor = Callable[[Executor], object]
+
+Result = Rollout | EncodedRollout | Failure
 
 
 def run_generation(
@@ -97,15 +89,12 @@ def run_generation(
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        pass
-    else:
-        raise RuntimeError(
-            "run_generation starts an event loop and one is running here (as in a notebook): "
-            "use `await rollstream.generation.run.generate(as_config(...))`, or iterate over "
-            "`rollstream.generate(...)`"
-        )
-    tree = as_config(config)
-    return asyncio.run(generate(tree, given=in_memory(tree, prompts, reward), on_rollout=on_rollout))
+        tree = as_config(config)
+        return asyncio.run(generate(tree, given=in_memory(tree, prompts, reward), on_rollout=on_rollout))
+    raise RuntimeError(
+        "an event loop is running here (as in a notebook): use `rollstream.generate(...)`, or await "
+        "`rollstream.generation.run.generate(as_config(...))`"
+    )
 
 
 def in_memory(
@@ -134,10 +123,10 @@ async def generate(
     *,
     stop: StopSignals | None = None,
     console: Console | None = None,
-    on_ready: Callable[[], object] | None = None,
+    on_ready: Callable[[], object] = lambda: None,
     given: InMemory | None = None,
     on_rollout: OnRollout | None = None,
-    on_executor: OnExecutor | None = None,
+    on_executor: OnExecutor = lambda executor: None,
 ) -> GenerationResult:
     """Runs a generation in the running event loop.
 
@@ -154,9 +143,9 @@ async def generate(
         RollstreamError: see `rollstream.errors`.
     """
     started = time.monotonic()
-    hooks = _Hooks(stop or StopSignals(), console or progress_console(), on_ready, on_rollout, on_executor)
+    stop = stop or StopSignals()
     with Waits() as waits:
-        plan = await hooks.stop.unless_stopped(
+        plan = await stop.unless_stopped(
             make_plan(config, peek_manifest(config), waits.begin, given or InMemory())
         )
         settings = plan.settings
@@ -164,27 +153,22 @@ async def generate(
             reporter = Reporter(load_trackers(settings.trainer.logger), settings.generation.metrics_port)
             await reporter.listen()
             stack.push_async_callback(reporter.end_server)
-            report = await hooks.stop.unless_stopped(_rescore(plan, waits))
+            report = await stop.unless_stopped(_rescore(plan, waits))
             waits.begin("opening the run directory")
             # Closed also where this is cancelled meanwhile.
             directory = await finish_despite_cancellation(in_daemon_thread(_open, plan, stack, report))
             waits.begin(None)
             stack.enter_context(log_to_file(directory.paths.logs, settings.generation.log_level))
-            run = _Run(plan, directory, hooks, reporter, waits)
+            run = _Run(plan, directory, reporter, waits, stop, on_rollout)
             # Before the lock is given back: trackers write into the run directory, too.
             stack.push_async_callback(run.end_reports)
-            return await run.whole(started)
 
+            def ready(executor: Executor) -> None:
+                on_ready()
+                on_executor(executor)
 
-@dataclass(frozen=True, slots=True)
-class _Hooks:
-    """The caller's stop signals, console and callbacks; see `generate`."""
-
-    stop: StopSignals
-    console: Console
-    on_ready: Callable[[], object] | None
-    on_rollout: OnRollout | None
-    on_executor: OnExecutor | None
+            await run.execute(console or progress_console(), ready)
+            return await run.finish(time.monotonic() - started)
 
 
 async def _rescore(plan: Plan, waits: Waits) -> ScoreReport | None:
@@ -236,20 +220,7 @@ def _adopt(root: Path, plan: Plan, report: ScoreReport | None) -> None:
     """`report`: of the pass by which finished rollouts have the rewards asked for; None without one."""
     manifest = read_manifest(root)
     adopted, nothing_done = check_run_directory(plan, manifest)
-    if (
-        manifest is not None
-        and adopted is not None
-        and manifest.reward != adopted.reward
-        and not nothing_done
-    ):
-        done = Run(root, manifest).state().keys.done
-        if report is None or report.rollouts < done:
-            raise RunDirectoryError(
-                f"{root}: {done} rollouts are finished, of which {report.rollouts if report else 0} could be scored "
-                f"anew; see rollstream validate {root}"
-            )
-        adopted = msgspec.structs.replace(adopted, scores=report.name)
-    if adopted is None:
+    if manifest is None or adopted is None:
         return
     paths = RunPaths(root)
     if nothing_done and paths.failures.is_dir():
@@ -257,10 +228,13 @@ def _adopt(root: Path, plan: Plan, report: ScoreReport | None) -> None:
         paths.failures.rename(aside)
         paths.failures.mkdir()
         logger.warning(
-            "nothing is done in %s yet: it takes the new settings; what failed before is kept in %s",
-            root,
-            aside,
+            "nothing is done in %s yet: it takes the new settings; failures are in %s", root, aside
         )
+    elif not nothing_done and manifest.reward != adopted.reward:
+        done, scored = Run(root, manifest).state().keys.done, report.rollouts if report else 0
+        if report is None or scored < done:
+            raise RunDirectoryError(f"{root}: of {done} finished rollouts only {scored} could be scored anew")
+        adopted = msgspec.structs.replace(adopted, scores=report.name)
     write_file_durably(root / "config.yaml", plan.config_yaml.encode())
     write_manifest(root, adopted)
 
@@ -273,84 +247,59 @@ def check_run_directory(plan: Plan, manifest: Manifest | None) -> tuple[Manifest
     Raises:
         RunDirectoryError: the run directory cannot be used by this run.
     """
-    root, mode = plan.run_dir, plan.settings.generation.resume
+    root, generation, wanted = plan.run_dir, plan.settings.generation, plan.manifest
     if manifest is None or not RunPaths(root).has_data():
         return None, True
-    if mode == "never":
+    if generation.resume == "never":
         raise RunDirectoryError(
-            f"{root} already holds a run (created {manifest.created}) and generation.resume=never. "
-            "Choose an empty trainer.default_local_dir, or generation.resume=auto to continue it."
+            f"{root} already holds a run (created {manifest.created}) and generation.resume=never"
         )
-    if manifest.identity == plan.manifest.identity and manifest.reward == plan.manifest.reward:
+    if manifest.identity == wanted.identity and manifest.reward == wanted.reward:
         return None, False
     state = Run(root, manifest).state()
     nothing_done = not (state.keys.done or state.damage or RunPaths(root).damaged.is_dir())
     adopted = adopted_manifest(
         root,
         manifest,
-        plan.manifest,
-        extend=mode == "extend",
+        wanted,
+        extend=generation.resume == "extend",
         nothing_done=nothing_done,
-        unused=_unused_loops(plan, manifest, state.keys),
-        files=plan.identity_files(),
     )
-    if manifest.reward != plan.manifest.reward:
-        if not nothing_done and not plan.settings.generation.rescore:
-            check_reward(root, manifest, plan.manifest)
-        wanted = plan.manifest
+    if manifest.reward != wanted.reward:
+        if not nothing_done and not generation.rescore:
+            check_reward(root, manifest, wanted)
         adopted = msgspec.structs.replace(adopted or manifest, reward=wanted.reward, config=wanted.config)
     return adopted, nothing_done
 
 
-def _unused_loops(plan: Plan, manifest: Manifest, keys: KeyStates) -> set[str]:
-    """Identity keys of changed agent loops that made no rollout which is done."""
-    changed = {key for key, _, _ in identity_differences(manifest.identity, plan.manifest.identity)}
-    if any(key.startswith(DATASET_IDENTITY) for key in changed):
-        return set()  # a row may have had another index, so nothing says which loop was its own
-    loops = {name: f"{LOOP_IDENTITY}{name}" for name in plan.loop_names}
-    unused = changed.intersection(loops.values())
-    for index in range(len(plan.dataset)):
-        if not unused:
-            break
-        if keys.count(np.array([index]))[0]:
-            unused.discard(loops[plan.loop_name(plan.dataset.row(index))])
-    return unused
-
-
-class _JudgedWriter(StoreWriter):
-    """Tells `judge` of each result that can be stored when it comes, which is before it is durable."""
-
-    def __init__(
-        self, run: RunDirectory, judge: Callable[[Rollout | EncodedRollout | Failure], None], **options: Any
-    ) -> None:
-        super().__init__(run, **options)
-        self._judge = judge
-
-    def submit(self, record: Rollout | EncodedRollout | Failure) -> "asyncio.Future[None]":
-        durable = super().submit(record)
-        if not durable.done():
-            self._judge(record)
-        return durable
-
-
 class _Run:
-    """One open run while it executes."""
+    """One open run while it executes; the sink of its executor."""
 
     def __init__(
-        self, plan: Plan, run: RunDirectory, hooks: _Hooks, reporter: Reporter, waits: Waits
+        self,
+        plan: Plan,
+        directory: RunDirectory,
+        reporter: Reporter,
+        waits: Waits,
+        stop: StopSignals,
+        on_rollout: OnRollout | None,
     ) -> None:
         self._plan = plan
         self._settings = plan.settings.generation
-        self._directory = run
-        self._hooks = hooks
-        self._stop = hooks.stop
-        self._codec = RecordCodec()
+        self._directory = directory
         self._reporter = reporter
         self._metrics = reporter.metrics
         self._waits = waits
-        self._shown: asyncio.Future[None] | None = None
-        """The progress line, until everything is sealed."""
+        self._stop = stop
+        self._on_rollout = on_rollout
+        self._codec = RecordCodec()
         self._failing = FailureStreak(self._settings.stop_after_failures, len(plan.dataset.order))
+        self._writer = StoreWriter(
+            directory,
+            save_batch_size=self._settings.save_batch_size,
+            pull_timeout=self._settings.pull_timeout,
+            on_sealed=self._write_checkpoint,
+        )
         self._executor: Executor | None = None
         self._window = WindowCounters()
         """What went through so far."""
@@ -358,20 +307,47 @@ class _Run:
         """Why the run was stopped before its end, other than by a signal."""
         self._succeeded = False
 
-    async def whole(self, started: float) -> GenerationResult:
-        """Generates, seals, merges, exports and uploads. `started`: by the monotonic clock."""
-        plan, run, state = self._plan, self._directory, self._directory.state
-        for line in state.damage:
-            logger.warning("damaged: %s", line)
-        for line in state.restored:
-            logger.warning("restored: %s", line)
+    async def execute(self, console: Console, on_ready: OnExecutor) -> None:
+        """Generates what is owed and seals it."""
+        plan, state, order = self._plan, self._directory.state, self._plan.dataset.order
+        for line in (*state.damage, *state.restored):
+            logger.warning("damaged, or restored: %s", line)
         if state.torn:
             logger.info("cut an unfinished frame of %d bytes, as a crash leaves it", state.torn)
-        await self._execute()
-        elapsed = time.monotonic() - started  # without merging, exports and the upload
+        done, failed = state.keys.count(order)
+        owed = plan.total - done - (0 if self._settings.retry_failed else failed)
+        logger.info(
+            "%d prompt rows, %d rollouts: %d done, %d failed, %d owed; engine %s; configuration: %s",
+            len(order),
+            plan.total,
+            done,
+            failed,
+            owed,
+            plan.settings.actor_rollout_ref.rollout.name,
+            self._directory.paths.root / "config.yaml",
+        )
+        self._write_checkpoint()
+        self._writer.start()
+        generated, shown = False, AsyncExitStack()  # the progress line stays until everything is sealed
+        try:
+            if owed:
+                await self._generate(console, on_ready, shown)
+            generated = True
+        finally:
+            # After an error or a cancellation nothing waits for a seal: what is durable is in the journal.
+            await self._writer.close(seal=generated)
+            await shown.aclose()
+            self._write_checkpoint()
+            self._reporter.sealed(
+                unsealed_rows=self._writer.pending_rows, saved_batches=self._writer.saved_batches
+            )
+
+    async def finish(self, elapsed: float) -> GenerationResult:
+        """Merges, exports and uploads. `elapsed`: seconds so far."""
+        plan, run, state, stop = self._plan, self._directory, self._directory.state, self._stop
         artifact_rows, not_exported, uploaded = 0, None, None
-        complete = self._stop.signal is None and self._gave_up is None
-        if complete and self._settings.final_merge and state.rows:
+        complete = stop.signal is None and self._gave_up is None and bool(state.rows)
+        if complete and self._settings.final_merge:
             try:
                 self._waits.begin("merging")
                 keep = self._settings.keep_batches
@@ -384,15 +360,12 @@ class _Run:
                 not_exported = await self._export()
             except StoppedEarly:
                 logger.info("stopped while merging; the same command merges again")
-        if self._settings.upload_artifact and complete and self._stop.signal is None and state.rows:
+        if self._settings.upload_artifact and complete and stop.signal is None:
             self._succeeded = not_exported is None
             await self.end_reports()  # W&B takes an artifact by a run that is opened for it
             self._waits.begin("uploading the trajectories (Ctrl-C leaves them here)")
             uploaded = await upload_trajectories(
-                self._tracked(),
-                self._settings.upload_artifact,
-                merged=self._settings.final_merge,
-                stop=self._stop,
+                self._tracked(), self._settings.upload_artifact, merged=self._settings.final_merge, stop=stop
             )
         self._waits.begin(None)
         if not_exported is not None:  # only now: what hinders an export is no reason not to upload
@@ -415,7 +388,7 @@ class _Run:
             artifact_rows=artifact_rows,
             elapsed_s=elapsed,
             damage=state.damage,
-            signal=self._stop.signal,
+            signal=stop.signal,
             max_failed_share=self._settings.max_failed_share,
             tool_calls=self._metrics.tool_calls,
             tool_errors=self._metrics.tool_errors,
@@ -432,67 +405,37 @@ class _Run:
         await self._reporter.close(succeeded=self._succeeded, stop=self._stop.requested)
         self._waits.begin(None)
 
-    async def _execute(self) -> None:
-        """Generates what is owed and seals it."""
-        plan, run = self._plan, self._directory
-        keys = run.state.keys
-        order = plan.dataset.order
-        done, failed = keys.count(order)
-        owed = plan.total - done - (0 if self._settings.retry_failed else failed)
-        logger.info(
-            "%d prompt rows, %d rollouts: %d done, %d failed, %d owed; engine %s; configuration: %s",
-            len(order),
-            plan.total,
-            done,
-            failed,
-            owed,
-            plan.settings.actor_rollout_ref.rollout.name,
-            run.paths.root / "config.yaml",
-        )
-        writer = _JudgedWriter(
-            run,
-            self._judge,
-            save_batch_size=self._settings.save_batch_size,
-            pull_timeout=self._settings.pull_timeout,
-            on_sealed=self._write_checkpoint,
-        )
-        self._write_checkpoint()
-        writer.start()
-        generated = False
-        try:
-            if owed:
-                await self._generate(writer)
-            generated = True
-        finally:
-            # After an error or a cancellation nothing waits for a seal: what is durable is in the journal.
-            await writer.close(seal=generated)
-            if self._shown is not None:
-                self._shown.cancel()
-                await asyncio.gather(self._shown, return_exceptions=True)
-            self._write_checkpoint()
-            self._reporter.sealed(unsealed_rows=writer.pending_rows, saved_batches=writer.saved_batches)
+    def submit(self, result: Result) -> "asyncio.Future[None]":
+        """See `Sink`. Cuts the run off when all that ended so far failed, before more of the kind is recorded."""
+        durable = self._writer.submit(result)
+        if durable.done():
+            return durable  # it cannot be stored
+        if not isinstance(result, Failure):
+            self._failing.completed()
+        elif self._failing.failed(result) and self._gave_up is None and self._executor is not None:
+            self._gave_up = (
+                f"the first {self._failing.count} rollouts all failed with one cause, {result.error} "
+                "(generation.stop_after_failures)"
+            )
+            self._executor.drop()
+        return durable
 
-    async def _generate(self, writer: StoreWriter) -> None:
+    async def _generate(self, console: Console, on_ready: OnExecutor, shown: AsyncExitStack) -> None:
         # Not for a run with nothing left to do.
         from rollstream.generation.execution import Start, start_execution
 
-        plan, settings = self._plan, self._settings
+        plan, settings, directory, writer = self._plan, self._settings, self._directory, self._writer
+        keys, order = directory.state.keys, plan.dataset.order
         async with AsyncExitStack() as stack:
-            has_workers = settings.executor != "local" or settings.processes > 1
-            self._waits.begin(
-                "starting the workers and their engine" if has_workers else "starting the engine"
-            )
+            self._waits.begin("starting the engine, and the workers")
             execution = await start_execution(
-                Start(plan, writer, self._directory.paths.logs, self._stop, stack, self._count)
+                Start(plan, self, directory.paths.logs, self._stop, stack, self._count)
             )
             self._waits.begin(None)
             if plan.setup.sampling.logprobs:
-                self._directory.note_logprobs(execution.logprobs)
+                directory.note_logprobs(execution.logprobs)
             executor = self._executor = execution.executor
             self._window = executor.counters
-            keys = self._directory.state.keys
-            order = plan.dataset.order
-
             # Counted once and then on: rows outside `order` are not of this run's total.
             (done_before, failed_before), all_failed_before = keys.count(order), keys.failed
             limit = in_flight_limit(plan.settings)
@@ -508,7 +451,7 @@ class _Run:
                     unsealed_rows=writer.pending_rows,
                     saved_batches=writer.saved_batches,
                     tokens=self._metrics.tokens,
-                    mean_reward=self._directory.state.rewards.mean,
+                    mean_reward=directory.state.rewards.mean,
                     waiting=not executor.stats.is_available,
                     retries=counts.retries,
                     reward_failed=counts.reward_errors,
@@ -516,27 +459,24 @@ class _Run:
                     replicas=execution.replicas(),
                 )
 
-            run = self._directory
-            self._reporter.begin(self._tracked(), run.manifest.created)
-            if self._hooks.on_ready is not None:
-                self._hooks.on_ready()
-            if self._hooks.on_executor is not None:
-                self._hooks.on_executor(executor)
+            self._reporter.begin(self._tracked(), directory.manifest.created)
+            on_ready(executor)
             work = asyncio.ensure_future(executor.run(keys.owed(order, retry_failed=settings.retry_failed)))
             companions = {
                 asyncio.ensure_future(self._stop_when_asked(executor)),
                 asyncio.ensure_future(self._reporter.run(observe, executor.stats.engine)),
             }
+            watched = {writer.failed, *companions}
             if settings.show_progress and "console" in plan.settings.trainer.logger:
-                self._shown = asyncio.ensure_future(show_progress(observe, self._hooks.console))
+                progress = asyncio.ensure_future(show_progress(observe, console))
+                shown.push_async_callback(_cancelled, progress)
+                watched.add(progress)
             try:
-                shown = set() if self._shown is None else {self._shown}
-                await _until_done(work, {writer.failed, *companions, *shown})
+                await _until_done(work, watched)
             finally:
                 executor.drop()
-                for companion in companions:
-                    companion.cancel()
-                await asyncio.gather(work, *companions, return_exceptions=True)
+                await _cancelled(*companions)
+                await asyncio.gather(work, return_exceptions=True)
             if self._gave_up is not None:
                 logger.error("stopping: %s", self._gave_up)
             if executor.counters.dropped:
@@ -570,10 +510,7 @@ class _Run:
                 await self._interruptible(partial(write, name))
             except (ConfigError, StorageError) as error:
                 if isinstance(error, ConfigError):
-                    error = ConfigError(
-                        f"{paths.artifact} is there, but generation.export={name} of it failed: {error}. Options: "
-                        f"generation.export_unscored, rollstream export --format {name} (docs/export.md)"
-                    )
+                    error = ConfigError(f"generation.export={name} of {paths.artifact} failed: {error}")
                 if first is not None:
                     logger.error("%s", error)
                 first = first or error
@@ -594,13 +531,11 @@ class _Run:
             await finish_despite_cancellation(asyncio.gather(task, return_exceptions=True))
             raise
 
-    def _count(self, result: Rollout | EncodedRollout | Failure) -> None:
+    def _count(self, result: Result) -> None:
         if not isinstance(result, Failure):
             self._metrics.add(result)
-            if self._hooks.on_rollout is not None:
-                self._hooks.on_rollout(
-                    result if isinstance(result, Rollout) else self._codec.decode(result.body)
-                )
+            if self._on_rollout is not None:
+                self._on_rollout(result if isinstance(result, Rollout) else self._codec.decode(result.body))
             return
         self._metrics.add_failure(result)
         level = logging.WARNING if self._window.failed <= _FAILURES_SAID else logging.DEBUG
@@ -612,22 +547,8 @@ class _Run:
             result.attempts,
             result.error,
         )
-        if self._window.failed == _FAILURES_SAID:
-            logger.warning("further failures are recorded and counted: rollstream status --failed")
 
-    def _judge(self, result: Rollout | EncodedRollout | Failure) -> None:
-        """Cuts the run off when all that ended so far failed, before more of the kind is recorded."""
-        if not isinstance(result, Failure):
-            self._failing.completed()
-        elif self._failing.failed(result) and self._gave_up is None and self._executor is not None:
-            self._gave_up = (
-                f"the first {self._failing.count} rollouts all failed with one cause, {result.error} "
-                "(generation.stop_after_failures)"
-            )
-            self._executor.stop()
-            self._executor.drop()
-
-    async def _stop_when_asked(self, executor: "Executor") -> None:
+    async def _stop_when_asked(self, executor: Executor) -> None:
         await self._stop.requested.wait()
         executor.stop()
         logger.warning(
@@ -644,6 +565,12 @@ class _Run:
             write_checkpoint(run.paths, run.manifest, run.state, total=self._plan.total)
         except (OSError, RunDirectoryError) as error:
             logger.warning("cannot write checkpoint.json: %s", error)
+
+
+async def _cancelled(*futures: "asyncio.Future[None]") -> None:
+    for future in futures:
+        future.cancel()
+    await asyncio.gather(*futures, return_exceptions=True)
 
 
 async def _until_done(work: "asyncio.Future[None]", companions: "set[asyncio.Future[None]]") -> None:
