@@ -6,8 +6,8 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any, TypeVar
 
@@ -54,14 +54,13 @@ class AgentFailedError(RollstreamError):
     """An agent gave no result that can be used: says why, and the end of what it wrote."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An agent's own result of a rollout. An empty one leaves the score to the run's reward function."""
 
     answer: str | None = None
     reward: float | None = None
-    reward_extra: dict[str, Any] = field(default_factory=dict)
-    extra: dict[str, Any] = field(default_factory=dict)
+    reward_extra: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
 
 
 class SharedEndpoint:
@@ -291,25 +290,23 @@ def read_outcome(given: Any, what: str) -> Outcome:
     """
     if not isinstance(given, dict):
         raise AgentFailedError(f"{what} is not an object, but {type(given).__name__}")
-    if unknown := sorted(given.keys() - {"answer", "reward", "reward_extra", "extra"}, key=str):
-        raise AgentFailedError(
-            f"{what}: {unknown_name('field', unknown[0], [f.name for f in fields(Outcome)])}"
-        )
-    given = replace_in_value(given)
-    answer, reward = given.get("answer"), given.get("reward")
-    if reward is not None and (not isinstance(reward, int | float) or not math.isfinite(reward)):
-        raise AgentFailedError(f"{what}: the reward is no finite number: {reward!r:.100}")
-    further = {name: given.get(name) or {} for name in ("reward_extra", "extra")}
-    for name, value in further.items():
-        if not isinstance(value, dict):
-            raise AgentFailedError(f"{what}: {name} is not an object, but {type(value).__name__}")
+    given = {key: value for key, value in replace_in_value(given).items() if value is not None}
+    if "reward" in given:
+        reward, given["reward"] = given["reward"], math.nan
+        with suppress(TypeError):
+            given["reward"] = math.nan if isinstance(reward, str) else float(reward)
+        if not math.isfinite(given["reward"]):
+            raise AgentFailedError(f"{what}: the reward is no finite number: {reward!r:.100}")
     try:
-        if answer is not None and not isinstance(answer, str):
-            answer = orjson.dumps(answer).decode()
-        further = orjson.loads(orjson.dumps(further, option=orjson.OPT_SERIALIZE_NUMPY))
+        if not isinstance(given.get("answer", ""), str):
+            given["answer"] = orjson.dumps(given["answer"]).decode()
+        form = orjson.dumps(given, option=orjson.OPT_SERIALIZE_NUMPY)
     except orjson.JSONEncodeError as error:
         raise AgentFailedError(f"{what} cannot be kept as JSON: {error}") from error
-    return Outcome(answer, None if reward is None else float(reward), **further)
+    try:
+        return msgspec.json.decode(form, type=Outcome)
+    except msgspec.ValidationError as error:
+        raise AgentFailedError(f"{what}: {error}") from error
 
 
 @cache

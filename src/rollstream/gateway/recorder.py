@@ -4,12 +4,10 @@ import asyncio
 import hashlib
 import logging
 import uuid
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, groupby, pairwise
 from typing import Any
 
@@ -38,9 +36,6 @@ _NAMED = 8
 
 _NOTES = 50
 """Notes of a session at most."""
-
-_CLOSERS = ("</think>", "[/THINK]")
-_MARK = "ROLLSTREAMTHOUGHT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +199,7 @@ class Recorder:
                 place = ask.number - 1 if is_first else int.from_bytes(ask.path[:6], "little")
                 sampling = replace(sampling, seed=turn_seed(sampling.seed, place))
             in_thinking = self._loop.resources.template.in_thinking(context)
-            completion = await self._generate(context, sampling, ask, gone=gone)
+            completion = await self._generate(context, sampling, ask, gone)
             message, stop = self._read(completion, ask, call, in_thinking=in_thinking)
             if gone():
                 raise asyncio.CancelledError  # as the server is about to cancel it
@@ -230,8 +225,6 @@ class Recorder:
         `extra` has `prompt_messages`, `shown_tools` (schemas), and in `gateway` what there is to say:
 
         - `side_call`: true of one that had no part in the rollout's answer.
-        - `old_thinking_tokens`: thinking of earlier turns that the model was shown, since it had written it, and
-          that the chat template leaves out of a conversation that it renders anew.
         - `rendered_again_tokens`: sampled for answers that the client sent back in a history of its own making:
           their texts were rendered, and stand in the prompt as the template writes them.
         - `client_sampling`: what calls of the session chose, distinct values.
@@ -262,12 +255,12 @@ class Recorder:
         extra["prompt_messages"] = len(first.messages)
         if first.tools:
             extra["shown_tools"] = list(first.tools)
-        chain = [*first.before, *turns]
         about = {
             "side_call": branch.is_side_call,
-            "old_thinking_tokens": self._old_thinking(chain),
             "rendered_again_tokens": sum(
-                len(answer.completion.token_ids) for turn in chain for answer in turn.ask.again
+                len(answer.completion.token_ids)
+                for turn in (*first.before, *turns)
+                for answer in turn.ask.again
             ),
         }
         if about := {name: value for name, value in about.items() if value} | self._notes:
@@ -313,25 +306,26 @@ class Recorder:
         reader, kept = self._loop.resources.images, self._templates.images
         if reader is None:
             raise HTTPError(400, "this model is shown no images here", where="messages")
-        read: list[Message] = []
+
+        async def read(part: dict[str, Any]) -> dict[str, Any]:
+            if part["type"] != "image_url":
+                return part
+            source = part["image_url"]["url"]
+            part = image_part(source)
+            if (key := _image_key(part)) not in kept:
+                kept[key] = (await reader.read([source]))[0].sent
+            return part
+
         try:
-            for message in messages:
-                if isinstance(message.get("content"), list):
-                    parts = []
-                    for part in message["content"]:
-                        if part["type"] == "image_url":
-                            source = part["image_url"]["url"]
-                            part = image_part(source)
-                            if (key := _image_key(part)) not in kept:
-                                kept[key] = (await reader.read([source]))[0].sent
-                        parts.append(part)
-                    message = {**message, "content": parts}
-                read.append(message)
-        except DataError as error:
-            raise HTTPError(400, str(error), where="messages") from error
-        except TransientError as error:
-            raise HTTPError(503, str(error), where="messages") from error
-        return read
+            return [
+                {**message, "content": [await read(part) for part in message["content"]]}
+                if isinstance(message.get("content"), list)
+                else message
+                for message in messages
+            ]
+        except (DataError, TransientError) as error:
+            status = 400 if isinstance(error, DataError) else 503
+            raise HTTPError(status, str(error), where="messages") from error
 
     def note_surrogates(self, replaced: int) -> None:
         """Notes how many lone surrogates of a request were replaced; later ones send the same text again."""
@@ -354,12 +348,7 @@ class Recorder:
                         values.append(value)
 
     async def _generate(
-        self,
-        context: list[int],
-        sampling: SamplingParams,
-        ask: PendingCall,
-        *,
-        gone: Callable[[], bool],
+        self, context: list[int], sampling: SamplingParams, ask: PendingCall, gone: Callable[[], bool]
     ) -> Completion:
         """Asks the engine, and waits for it while it is away."""
         clock = asyncio.get_running_loop().time
@@ -379,21 +368,15 @@ class Recorder:
                     own_seed=True,
                 )
             except EngineUnavailableError:
-                now = clock()
-                away_since = now if away_since is None else away_since
-                if now - away_since >= self._engine_wait or gone():
+                away_since = clock() if away_since is None else away_since
+                if clock() - away_since >= self._engine_wait or gone():
                     raise
-                is_back = False
-                while not is_back and clock() - away_since < self._engine_wait:
-                    await asyncio.sleep(backoff.pause())
-                    is_back = await self._is_healthy()
-
-    async def _is_healthy(self) -> bool:
-        try:
-            async with asyncio.timeout(10 * _PROBE_S_MAX):
-                return await self._loop.resources.engine.health()
-        except (EngineUnavailableError, TimeoutError):
-            return False
+            while clock() - away_since < self._engine_wait:
+                await asyncio.sleep(backoff.pause())
+                with suppress(EngineUnavailableError, TimeoutError):
+                    async with asyncio.timeout(10 * _PROBE_S_MAX):
+                        if await self._loop.resources.engine.health():
+                            break
 
     def _sampling_of(self, call: Call, prompt_tokens: int, response_tokens: int) -> SamplingParams:
         resources, run = self._loop.resources, call.sampling or self.sampling
@@ -452,33 +435,6 @@ class Recorder:
             tools=bool(tools),
         )
         return message, stop
-
-    def _old_thinking(self, turns: Sequence[AnsweredCall]) -> int:
-        """Tokens of thinking that a fresh rendering of this conversation would leave out."""
-        messages: list[Message] = []
-        marks: dict[str, AnsweredCall] = {}
-        for at, turn in enumerate(turns[:-1]):
-            answer = turn.message
-            if answer.get("reasoning_content"):
-                mark = f"{_MARK}{at}."
-                answer, marks[mark] = {**answer, "reasoning_content": mark}, turn
-            messages += [*turn.ask.shown, answer]
-        if not marks or not self._loop.resources.token_exact:
-            return 0
-        try:
-            last = turns[-1].ask
-            shown = self._loop.tokenizer.render_text([*messages, *last.shown], tools=list(last.tools) or None)
-        except DataError:
-            return 0
-        left_out = (turn for mark, turn in marks.items() if mark not in shown)
-        return sum(self._thinking_tokens(turn.completion.token_ids) for turn in left_out)
-
-    def _thinking_tokens(self, ids: list[int]) -> int:
-        """Up to the end of the thinking; all, if it was cut off."""
-        decode = partial(self._loop.tokenizer.decode, skip_special_tokens=False)
-        return bisect_left(
-            range(len(ids)), True, key=lambda at: any(one in decode(ids[:at]) for one in _CLOSERS)
-        )
 
 
 class _Templates:

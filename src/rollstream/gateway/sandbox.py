@@ -250,16 +250,14 @@ class Sandbox:
 
     def _bounds(self) -> reaper.Bounds:
         options = self._options
-        if self._kind.is_container:  # what it starts is not below the reaper, but its folders are here
-            return reaper.Bounds(grace=_GRACE_S, disk=options.disk, folder=self.root)
+        # What a container starts is not below the reaper, but its folders are here.
+        own: dict[str, Any] = {"memory": options.memory, "cpu": options.cpu, "files": _OPEN_FILES}
+        own["processes"] = options.processes and options.processes + self._kind.own_processes
         return reaper.Bounds(
             grace=_GRACE_S,
-            memory=options.memory,
-            processes=options.processes and options.processes + self._kind.own_processes,
             disk=options.disk,
             folder=self.root,
-            cpu=options.cpu,
-            files=_OPEN_FILES,
+            **({} if self._kind.is_container else own),
         )
 
     async def _end(self, process: ReapedProcess, reading: "asyncio.Task[None]") -> int:

@@ -173,7 +173,7 @@ class RunMetrics:
     def _values(self, snapshot: Snapshot | None, load: EngineLoad | None) -> dict[str, float]:
         """What is known now, and what was counted from the start."""
         low, high = self.versions or (None, None)
-        known: dict[str, float | None] = {
+        values: dict[str, float | None] = {
             "tokens/sampled": self.tokens,
             "tools/calls": self.tool_calls,
             "tools/errors": self.tool_errors,
@@ -182,7 +182,7 @@ class RunMetrics:
         }
         if snapshot is not None:
             up, replicas = snapshot.replicas or (None, None)
-            known |= {
+            values |= {
                 "progress/total": snapshot.total,
                 "progress/done": snapshot.done,
                 "progress/failed": snapshot.failed,
@@ -198,8 +198,8 @@ class RunMetrics:
                 "engine/replicas": replicas,
             }
         if load is not None:
-            known |= {f"engine/{name}": value for name, value in asdict(load).items()}
-        return {name: value for name, value in known.items() if value is not None}
+            values |= {f"engine/{name}": value for name, value in asdict(load).items()}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def _one_of_few(name: str, known: Any) -> str:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -97,28 +97,25 @@ def format_line(snapshot: Snapshot, rate: float, tokens_rate: float, elapsed: fl
     """
     # Rounded down: 100% is said when all of it is done.
     share = snapshot.done / snapshot.total if snapshot.total else 0.0
-    bar = (fill * int(share * _BAR)).ljust(_BAR)
     left = max(0, snapshot.total - snapshot.done - snapshot.failed)
     eta = format_duration(left / rate) if rate > 0 else "-" if left else "0s"
+    reward = "-" if snapshot.mean_reward is None else f"{snapshot.mean_reward:.3f}"
+    up, replicas = snapshot.replicas or (0, 0)
     parts = [
-        f"{int(100 * share):3d}%|{bar}",
-        f"{snapshot.done}/{snapshot.total} [{format_duration(elapsed)}<{eta}, {rate:.1f}/s]",
+        f"{int(100 * share):3d}%|{(fill * int(share * _BAR)).ljust(_BAR)}|"
+        f" {snapshot.done}/{snapshot.total} [{format_duration(elapsed)}<{eta}, {rate:.1f}/s]",
         f"{tokens_rate:,.0f} tok/s",
         f"saved batches {snapshot.saved_batches}",
         f"pending {snapshot.pending}",
         f"in flight {snapshot.in_flight}" + ("" if snapshot.cap is None else f" (cap {snapshot.cap})"),
         f"failed {snapshot.failed}",
+        f"retries {snapshot.retries}" if snapshot.retries else "",
+        f"reward failed {snapshot.reward_failed}" if snapshot.reward_failed else "",
+        f"replicas {up}/{replicas}" if replicas > 1 else "",
+        f"mean reward {reward}",
+        "WAITING FOR THE ENGINE" if snapshot.waiting else "",
     ]
-    if snapshot.retries:
-        parts.append(f"retries {snapshot.retries}")
-    if snapshot.reward_failed:
-        parts.append(f"reward failed {snapshot.reward_failed}")
-    if snapshot.replicas is not None and snapshot.replicas[1] > 1:
-        parts.append("replicas {}/{}".format(*snapshot.replicas))
-    parts.append("mean reward " + ("-" if snapshot.mean_reward is None else f"{snapshot.mean_reward:.3f}"))
-    if snapshot.waiting:
-        parts.append("WAITING FOR THE ENGINE")
-    return f"{parts[0]}| " + " | ".join(parts[1:])
+    return " | ".join(filter(None, parts))
 
 
 def format_duration(seconds: float) -> str:
@@ -142,33 +139,35 @@ async def show_progress(observe: Callable[[], Snapshot], console: Console) -> No
     started, began = observe(), time.monotonic()
     base = started.done + started.failed
     fill = "█" if console.encoding.lower().startswith("utf") else "#"
+    meter.observe(began, 0, started.tokens)
 
     def line() -> Text:
         snapshot, now = observe(), time.monotonic()
         meter.observe(now, snapshot.done + snapshot.failed - base, snapshot.tokens)
         return Text(format_line(snapshot, *meter.rates(), now - began, fill))
 
-    def show() -> None:
-        with suppress(OSError):
-            console.print(line(), soft_wrap=True)
-
-    meter.observe(began, 0, started.tokens)
-    if console.is_terminal:
-        with Live(line(), console=console, refresh_per_second=1 / _TERMINAL_EVERY_S) as live:
+    with ExitStack() as stack:
+        if console.is_terminal:
+            every = _TERMINAL_EVERY_S
+            live = stack.enter_context(Live(line(), console=console, refresh_per_second=1 / every))
             if isinstance(console, ProgressConsole):
                 console.live = live
-            try:
-                while True:
-                    await asyncio.sleep(_TERMINAL_EVERY_S)
-                    live.update(line())
-            finally:
+
+            def show() -> None:
                 live.update(line())
-    try:
-        while True:
-            await asyncio.sleep(_PLAIN_EVERY_S)
+        else:
+            every = _PLAIN_EVERY_S
+
+            def show() -> None:
+                with suppress(OSError):
+                    console.print(line(), soft_wrap=True)
+
+        try:
+            while True:
+                await asyncio.sleep(every)
+                show()
+        finally:
             show()
-    finally:
-        show()
 
 
 class Waits:
@@ -205,8 +204,9 @@ class Waits:
             if self._began != began:
                 began, said = self._began, 0
             waited = self._clock() - began
-            if self._what is not None and said < len(self._pauses) and waited >= self._pauses[said]:
-                said = sum(waited >= pause for pause in self._pauses)
+            due = sum(waited >= pause for pause in self._pauses)
+            if self._what is not None and due > said:
+                said = due
                 logger.info("%s … %s", self._what, format_duration(waited))
 
 

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -86,15 +86,14 @@ def run_generation(
     Raises:
         RollstreamError: see `rollstream.errors`; what was durable stays so.
     """
-    try:
+    with suppress(RuntimeError):
         asyncio.get_running_loop()
-    except RuntimeError:
-        tree = as_config(config)
-        return asyncio.run(generate(tree, given=in_memory(tree, prompts, reward), on_rollout=on_rollout))
-    raise RuntimeError(
-        "an event loop is running here (as in a notebook): use `rollstream.generate(...)`, or await "
-        "`rollstream.generation.run.generate(as_config(...))`"
-    )
+        raise ConfigError(
+            "an event loop is running here (as in a notebook): use `rollstream.generate(...)`, or await "
+            "`rollstream.generation.run.generate(as_config(...))`"
+        )
+    tree = as_config(config)
+    return asyncio.run(generate(tree, given=in_memory(tree, prompts, reward), on_rollout=on_rollout))
 
 
 def in_memory(
@@ -510,7 +509,10 @@ class _Run:
                 await self._interruptible(partial(write, name))
             except (ConfigError, StorageError) as error:
                 if isinstance(error, ConfigError):
-                    error = ConfigError(f"generation.export={name} of {paths.artifact} failed: {error}")
+                    error = ConfigError(
+                        f"generation.export={name} of {paths.artifact} failed: {error} (see also "
+                        "generation.export_unscored)"
+                    )
                 if first is not None:
                     logger.error("%s", error)
                 first = first or error

@@ -12,7 +12,7 @@ import orjson
 
 from rollstream.config.load import check_artifact_name
 from rollstream.daemon_threads import in_daemon_thread
-from rollstream.errors import RollstreamError, StorageError
+from rollstream.errors import StorageError
 from rollstream.generation.trackers import Staged, TrackedRun, check_trackers, load_uploader, tracked_run
 from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.export.files import export_zip, note_export, zip_batches
@@ -27,42 +27,41 @@ _LIMIT_S = 2 * 3600.0
 """For an upload: tens of gigabytes over a slow line. It can be stopped like the rest of a run."""
 
 
-def artifact_name(run: TrackedRun, given: str | bool) -> str:
+def artifact_name(run: TrackedRun, name: str | bool) -> str:
     """The artifact's name; where the user gives none, one of which each upload is a new version.
 
     Shards of a run have the name of the experiment in common, and each an artifact of its own.
     """
-    if isinstance(given, str):
-        return given
+    if isinstance(name, str):
+        return name
     shard = run.config.get("generation", {}).get("shard")
     suffix = "" if shard is None else "-" + str(shard).replace("/", "-of-")
     return f"trajectories-{re.sub(r'[^A-Za-z0-9_.-]+', '-', run.name)[: 100 - len(suffix)]}{suffix}"
 
 
 async def upload_trajectories(
-    run: TrackedRun, given: str | bool, *, merged: bool, stop: StopSignals
+    run: TrackedRun, name: str | bool, *, merged: bool, stop: StopSignals
 ) -> str | None:
     """Makes `trajectories.zip` in the run directory and uploads it, unless it has these trajectories already.
 
     Args:
         run: its lock is held, and everything is sealed.
-        given: name of the artifact; True for that of the run.
+        name: of the artifact; True for that of the run.
         merged: whether the merged artifact is there and goes up; else the batches do.
         stop: ends it early.
 
     Returns:
         where it is; None when that failed or was stopped, which is said with the command that does it later.
     """
-    name, paths = artifact_name(run, given), RunPaths(run.run_dir)
+    name, paths = artifact_name(run, name), RunPaths(run.run_dir)
     # By the batches and not by the zip: that has the time of `checkpoint.json` in it, new at each command.
     source = {"project": run.project, "name": name, "merged": merged, "batches": source_digest(paths)}
-    note = paths.logs / "uploaded.json"
+    note, target = paths.logs / "uploaded.json", run.run_dir / "trajectories.zip"
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # no note, or not a whole one
         known = orjson.loads(note.read_bytes())
         if known == {**source, "place": str(known["place"])}:
             logger.info("these trajectories are uploaded already: %s", known["place"])
             return str(known["place"])
-    target = run.run_dir / "trajectories.zip"
     cancelled, uploader = threading.Event(), load_uploader()
 
     def work() -> str:
@@ -73,24 +72,22 @@ async def upload_trajectories(
             zip_batches(paths, target, cancelled.is_set)
         note_export(paths.artifact, target)
         logger.info("uploading %s (%d bytes)", target, target.stat().st_size)
-        return uploader.upload(run, target, name)
+        place = uploader.upload(run, target, name)
+        if not (
+            cancelled.is_set() or isinstance(place, Staged)
+        ):  # else nobody knows whether it will ever be there
+            with suppress(OSError):  # then the next command uploads again
+                write_file_durably(note, orjson.dumps({**source, "place": place}) + b"\n")
+        return place
 
     try:
         async with asyncio.timeout(_LIMIT_S):
-            place = await stop.unless_stopped(in_daemon_thread(work))
-    except (StoppedEarly, TimeoutError) as error:
+            return await stop.unless_stopped(in_daemon_thread(work))
+    except (StoppedEarly, TimeoutError):
         uploader.abandon()
-        why = "the upload was stopped" if isinstance(error, StoppedEarly) else "the upload took too long"
+        why = "the upload was stopped, or took too long"
     except Exception as error:  # a library's, over a network: it may be anything
-        text = str(error) if isinstance(error, RollstreamError) else f"{type(error).__name__}: {error}"
-        why = f"could not upload the trajectories: {text}"
-    else:
-        if not isinstance(place, Staged):  # else nobody knows whether it will ever be there
-            try:
-                write_file_durably(note, orjson.dumps({**source, "place": place}) + b"\n")
-            except OSError as error:
-                logger.warning("cannot write %s, so the next command uploads again: %s", note, error.strerror)
-        return place
+        why = f"could not upload the trajectories: {type(error).__name__}: {error}"
     finally:
         cancelled.set()
     command = f"rollstream export {shlex.quote(str(run.run_dir))} --format zip --upload"
@@ -106,12 +103,8 @@ def check_upload(name: str | bool) -> None:
 
 
 def upload_file(run_dir: Path, file: Path, name: str | bool) -> str:
-    """Uploads a run's `trajectories.zip` by itself; returns where it is.
-
-    Args:
-        run_dir: of the run.
-        file: the zip.
-        name: of the artifact; True for that of the run.
+    """Uploads a run's `trajectories.zip` by itself, as an artifact of this name (True: the run's); returns where it
+    is.
 
     Raises:
         RunDirectoryError: no run directory.

@@ -220,16 +220,15 @@ class RolloutWorker:
                 tools = loop.tool_marks(trajectory.prompt_ids)
                 trajectory.extra = {**row_extra, **tools, **trajectory.extra, **self._resources.marks}
             on_scoring()
-            if self._reward is not None:
-                await score_trajectories(
-                    self._reward,
-                    replace(row, extra_info={**row.extra_info, **loop.reward_info}),
-                    trajectories,
-                    decode=self._resources.tokenizer.decode,
-                    snapshots=loop.snapshot_scoring,
-                    final_answer=loop.final_answer,
-                    on_error=self._count_unscored,
-                )
+            await score_trajectories(
+                self._reward,
+                replace(row, extra_info={**row.extra_info, **loop.reward_info}),
+                trajectories,
+                decode=self._resources.tokenizer.decode,
+                snapshots=loop.snapshot_scoring,
+                final_answer=loop.final_answer,
+                on_error=self._count_unscored,
+            )
         except Exception as error:  # a loop's own odd trajectory: its fault, not the run's
             return make_failure(row.index, repeat, row.prompt_key, attempt, "agent", error)
         finally:
@@ -319,7 +318,7 @@ class RolloutWorker:
 
 
 async def score_trajectories(
-    reward: RewardScorer,
+    reward: RewardScorer | None,
     row: PromptRow,
     trajectories: Sequence[Trajectory],
     *,
@@ -331,7 +330,7 @@ async def score_trajectories(
     """Gives every trajectory of a rollout that has no reward yet the one it is due.
 
     Args:
-        reward: scores one answer.
+        reward: scores one answer; None leaves all unscored but for snapshots of a final one that has a reward.
         row: of the rollout.
         trajectories: the final one last.
         decode: the text of sampled ids, where no message has the answer.
@@ -341,7 +340,7 @@ async def score_trajectories(
     """
 
     async def score(trajectory: Trajectory, answer: str | None) -> None:
-        if trajectory.reward is not None:
+        if reward is None or trajectory.reward is not None:
             return
         started = time.monotonic()
         try:

@@ -61,17 +61,12 @@ _USED = (
 )
 """Keys of `generation` and `gateway` that have an effect here."""
 
+_AGENT, _TURNS = "actor_rollout_ref.rollout.agent", "actor_rollout_ref.rollout.multi_turn"
 _UNUSED = (
     *("data.tool_config_path", "trainer.logger"),
-    *(
-        f"actor_rollout_ref.rollout.agent.{name}"
-        for name in ("default_agent_loop", "agent_loop_config_path", "num_workers")
-    ),
-    *(
-        f"actor_rollout_ref.rollout.multi_turn.{name}"
-        for name in ("tool_config_path", "function_tool_path", "interaction_config_path", "show_tools")
-    ),
-    *(f"actor_rollout_ref.rollout.multi_turn.max_{who}_turns" for who in ("assistant", "user")),
+    *(f"{_AGENT}.{name}" for name in ("default_agent_loop", "agent_loop_config_path", "num_workers")),
+    *(f"{_TURNS}.{name}" for name in ("tool_config_path", "function_tool_path", "interaction_config_path")),
+    *(f"{_TURNS}.{name}" for name in ("show_tools", "max_assistant_turns", "max_user_turns")),
 )
 
 
@@ -123,8 +118,8 @@ def _as_executed(given: DictConfig, weights: Sequence[Path]) -> DictConfig:
 
 async def _run(given: DictConfig, options: argparse.Namespace) -> None:
     signals = stop_signals(options.grace_seconds + _LAST_ANSWERS_S)
-    async with AsyncExitStack() as stack:
-        with contextlib.suppress(StoppedEarly):
+    with contextlib.suppress(StoppedEarly):
+        async with AsyncExitStack() as stack:
             await _serve(stack, given, options, signals)
 
 
@@ -134,19 +129,18 @@ async def _serve(
     token = read_token(options.token_file)
     setup, dataset, manifest = await signals.unless_stopped(_prepare(given, options.weights))
     stack.push_async_callback(setup.close)
-    settings = setup.settings
-    generation = settings.generation
+    settings, generation, gateway = setup.settings, setup.settings.generation, setup.settings.gateway
     rows = SessionRows(dataset, settings.data.prompt_key, settings.data.ground_truth_key)
     sink: RunSink | BufferSink
     if options.buffer is None:
-        root = await _open_run(stack, given, setup, manifest)
+        directory = await _open_run(stack, given, setup, manifest)
         size, timeout = generation.save_batch_size, generation.pull_timeout
-        writer = StoreWriter(root, save_batch_size=size, pull_timeout=timeout)
-        sink = RunSink(root, writer, rows, retry_failed=generation.retry_failed)
-        stack.push_async_callback(_merge, root, sink, signals)
+        writer = StoreWriter(directory, save_batch_size=size, pull_timeout=timeout)
+        sink = RunSink(directory, writer, rows, retry_failed=generation.retry_failed)
+        stack.push_async_callback(_merge, directory, sink, signals)
         stack.push_async_callback(sink.close)
         await sink.start()
-        log_dir = root.paths.logs
+        log_dir = directory.paths.logs
     else:
         try:
             client = AsyncBufferClient(options.buffer, give_up_after=_BUFFER_S)
@@ -154,35 +148,33 @@ async def _serve(
             raise ConfigError(f"--buffer: {error}") from error
         await stack.enter_async_context(client)
         sink = BufferSink(client, rows, task_type=options.task_type)
-        scratch = ScratchFolder("gateway")
-        stack.callback(scratch.cleanup)
-        log_dir = scratch.path
+        log_dir = stack.enter_context(ScratchFolder("gateway")).path
     engine = setup.create_engine(log_dir)
     stack.push_async_callback(engine.close)
     await signals.unless_stopped(setup.start_engine(engine, longest=False))
     if isinstance(sink, RunSink) and setup.sampling.logprobs:
-        root.note_logprobs(engine.capabilities.logprobs)
-    resources = setup.agent_resources(engine)
+        directory.note_logprobs(engine.capabilities.logprobs)
     endpoint = Endpoint(
         "rollstream",
-        resources.max_model_len,
-        client_sampling=settings.gateway.client_sampling,
-        strict=settings.gateway.strict,
+        setup.agent_resources(engine).max_model_len,
+        client_sampling=gateway.client_sampling,
+        strict=gateway.strict,
         max_sessions=options.max_sessions,
     )
     service = SessionService(
         setup.make_worker(engine, [LOOP]).worker.run,
         sink,
         endpoint,
-        train_side_calls=settings.gateway.train_side_calls,
-        limits=SessionLimits(settings.gateway.max_calls, settings.gateway.max_bytes),
-        engine_wait=settings.generation.engine_timeout,
+        train_side_calls=gateway.train_side_calls,
+        limits=SessionLimits(gateway.max_calls, gateway.max_bytes),
+        engine_wait=generation.engine_timeout,
         expire_s=options.expire_seconds,
         max_sessions=options.max_sessions,
         update_weights=engine.update_weights if engine.capabilities.update_weights else None,
         weights=tuple(options.weights),
     )
     public = urlsplit(options.public_url or "")
+    connections = 4 * options.max_sessions + _SPARE_CONNECTIONS
     server = WebServer(
         service.routes(),
         access=Access(
@@ -190,9 +182,7 @@ async def _serve(
             allowed_hosts=frozenset({*options.allow_host, *filter(None, [public.hostname])}),
             insecure=options.insecure,
         ),
-        limits=ServerLimits(
-            max_connections=4 * options.max_sessions + _SPARE_CONNECTIONS, client_share=SESSION_SHARE
-        ),
+        limits=ServerLimits(max_connections=connections, client_share=SESSION_SHARE),
         translate=translate,
         render_error=render_error,
         on_answer=service.count,

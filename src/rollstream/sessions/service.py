@@ -42,6 +42,7 @@ from rollstream.gateway.agents import Outcome, finished
 from rollstream.gateway.app import Endpoint
 from rollstream.gateway.recorder import Recorder, SessionLimits
 from rollstream.metrics_text import family, metrics_page
+from rollstream.rollout.worker import make_failure
 from rollstream.store.records import EncodingError
 from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory
 from rollstream.web import HTTPError, Request, Route, openapi, render_json_error, weights_below
@@ -185,13 +186,13 @@ class _Session:
     digest: str | None = None
     """Of what it is finished with."""
     seen_calls: int = 0
-    playing: "asyncio.Task[Rollout | Failure] | None" = None
     settling: "asyncio.Task[Ended] | None" = None
+    playing: "asyncio.Task[Rollout | Failure]" = field(init=False)
 
     def counts(self) -> tuple[int, int, int]:
         """Calls that were answered, calls that are open, sampled tokens."""
-        one = self.recorder
-        return (one.calls, one.open_calls, one.tokens) if one is not None else (0, 0, 0)
+        recorder = self.recorder
+        return (0, 0, 0) if recorder is None else (recorder.calls, recorder.open_calls, recorder.tokens)
 
 
 _current: ContextVar[_Session] = ContextVar("session")
@@ -219,27 +220,22 @@ class SessionLoop(AgentLoop):
         with service.endpoint.open(recorder) as session.url:
             session.opened.set()
             result = await session.result
-        outcome = Outcome(result.answer, result.reward, result.reward_extra, result.extra)
-        found = finished(
+        trajectories = finished(
             self,
             recorder,
-            outcome,
+            Outcome(result.answer, result.reward, result.reward_extra, result.extra),
             started,
             service.endpoint,
             prompt=row["raw_prompt"],
             train_side_calls=service.train_side_calls,
         )
-        for trajectory in found:
+        for trajectory in trajectories:
             trajectory.extra["session"] = {"id": session.id, "finish": session.digest}
-        return found
+        return trajectories
 
 
 class SessionService:
     """The sessions, and the routes to them.
-
-    Example:
-        >>> service = SessionService(worker.run, sink, endpoint)
-        >>> server = WebServer(service.routes(), translate=translate, render_error=render_error)
 
     Args:
         run: executes a rollout, as `RolloutWorker.run`, by `SessionLoop`; one attempt each, without a time limit.
@@ -284,23 +280,22 @@ class SessionService:
         self._empty.set()
         self._counts: Counter[str] = Counter()
         """Sessions that ended by state, and calls and tokens of those."""
-        self._answered: Counter[tuple[str, int]] = Counter()
+        self._answered: Counter[tuple[str, ...]] = Counter()
 
     # -- what becomes of a session
 
     async def create(self, asked: CreateSession) -> SessionInfo:
         """Opens a session, or tells of the one that has this id. Raises `HTTPError`."""
         digest = _digest(asked)
-        known = None if asked.id is None else await self._find_ended(asked.id)
-        if known is not None and known.info.state == "finished":
-            return known.info
+        ended = None if asked.id is None else await self._find_ended(asked.id)
+        if ended is not None and ended.info.state == "finished":
+            return ended.info
         id = asked.id or secrets.token_hex(12)
         session = self._open.get(id)
         if session is None:
             session = self._begin(id, asked, digest)
         elif session.created != digest:
             raise HTTPError(409, f"session {id} is open, with another row", "conflict", "id")
-        assert session.playing is not None
         opened = asyncio.ensure_future(session.opened.wait())
         await asyncio.wait({opened, session.playing}, return_when=asyncio.FIRST_COMPLETED)
         opened.cancel()
@@ -313,56 +308,54 @@ class SessionService:
         if self._closing:
             raise HTTPError(503, "the gateway is ending", "closing", headers={"retry-after": "10"})
         if len(self._open) >= self._max_sessions:
-            text = f"{self._max_sessions} sessions are open, which is --max-sessions: finish or delete some"
+            text = f"{self._max_sessions} sessions are open, which is --max-sessions"
             raise HTTPError(429, text, "too_many_sessions", headers={"retry-after": "5"})
         place = self._sink.place(id, asked)
         session = _Session(id, place, digest, self, self._clock())
         session.result.add_done_callback(_seen)
         self._open[id] = session
         self._empty.clear()
-        token = _current.set(session)
-        try:
-            row = replace(place.row, agent_name=LOOP)
-            session.playing = asyncio.create_task(self._run(row, place.repeat, name=id))
-        finally:
-            _current.reset(token)
+        token = _current.set(session)  # the task has it
+        session.playing = asyncio.create_task(
+            self._run(replace(place.row, agent_name=LOOP), place.repeat, name=id)
+        )
+        _current.reset(token)
         return session
 
-    async def finish(self, id: str, given: FinishSession) -> SessionInfo:
+    async def finish(self, id: str, result: FinishSession) -> SessionInfo:
         """Ends a session with a result; returns when that is durable. Raises `HTTPError`."""
-        digest = _digest(given)
-        if given.reward is not None and not math.isfinite(given.reward):
+        digest = _digest(result)
+        if result.reward is not None and not math.isfinite(result.reward):
             raise HTTPError(400, "the reward is not finite", where="reward")
         session = self._open.get(id)
-        if session is None:
-            ended = await self._find_ended(id)
-            if ended is None or self._open.get(id) is not None:
-                raise _unknown(id)
-        else:
-            if not session.result.done():
-                if not session.counts()[0]:
-                    text = "no call of it was answered yet, so there is nothing to store; DELETE abandons it"
-                    raise HTTPError(409, f"session {id}: {text}", "no_calls")
-                session.digest = digest
-                session.result.set_result(given)
-            ended = await asyncio.shield(self._end(session))
+        if session is not None and not session.result.done():
+            if not session.counts()[0]:
+                text = "no call of it was answered yet, so there is nothing to store; DELETE abandons it"
+                raise HTTPError(409, f"session {id}: {text}", "no_calls")
+            session.digest = digest
+            session.result.set_result(result)
+        ended = await self._when_ended(id)
         if ended.info.state == "failed":
             raise HTTPError(409, f"session {id} failed: {ended.info.error}", "failed")
         if ended.digest not in (digest, None):
             raise HTTPError(409, f"session {id} was finished with another result", "conflict")
         return ended.info
 
-    async def abandon(self, id: str, why: str = "it was abandoned by its client") -> SessionInfo:
+    async def abandon(self, id: str) -> SessionInfo:
         """Ends a session as failed; returns when that is durable. Raises `HTTPError`."""
-        if (session := self._open.get(id)) is not None:
-            ended = await asyncio.shield(self._end(session, why))
-        elif (found := await self._find_ended(id)) is not None:
-            ended = found
-        else:
-            raise _unknown(id)
+        ended = await self._when_ended(id, "it was abandoned by its client")
         if ended.info.state == "finished":
             raise HTTPError(409, f"session {id} is finished, and stays", "conflict")
         return ended.info
+
+    async def _when_ended(self, id: str, why: str = "") -> Ended:
+        """How a session ended, or ends now. Raises `HTTPError`."""
+        if (session := self._open.get(id)) is not None:
+            return await asyncio.shield(self._end(session, why))
+        ended = await self._find_ended(id)
+        if ended is None or id in self._open:
+            raise _unknown(id)
+        return ended
 
     def _end(self, session: _Session, why: str = "") -> "asyncio.Task[Ended]":
         """Ends a session that has not ended, because of `why`; the task is done when that is durable.
@@ -371,26 +364,24 @@ class SessionService:
         """
         if not session.result.done():
             session.result.set_exception(SessionEndedError(f"session {session.id}: {why}"))
-        before = session.settling
-        if before is None or (before.done() and (before.cancelled() or before.exception())):
-            before = session.settling = asyncio.create_task(self._settle(session))
-            before.add_done_callback(_seen)
-        return before
+        task = session.settling
+        if task is None or (task.done() and (task.cancelled() or task.exception())):
+            task = session.settling = asyncio.create_task(self._settle(session))
+            task.add_done_callback(_seen)
+        return task
 
     async def _settle(self, session: _Session) -> Ended:
-        assert session.playing is not None
-        place = session.place
-        await asyncio.wait({session.playing})
-        if session.playing.cancelled() or (lost := session.playing.exception()) is not None:
+        place, playing = session.place, session.playing
+        await asyncio.wait({playing})
+        if playing.cancelled() or playing.exception() is not None:
             self._drop(session)
-            text = "the gateway ends" if session.playing.cancelled() else str(lost)
+            text = "the gateway ends" if playing.cancelled() else str(playing.exception())
             raise HTTPError(503, f"session {session.id} is gone: {text}", "unavailable")
-        result = session.playing.result()
+        result = playing.result()
         try:
             await self._sink.write(session.id, place, result)
         except EncodingError as error:
-            key = (place.row.index, place.repeat, place.row.prompt_key)
-            result = Failure(*key, 1, "store", f"{type(error).__name__}: {error}"[:2000], "", time.time())
+            result = make_failure(place.row.index, place.repeat, place.row.prompt_key, 1, "store", error)
             with contextlib.suppress(EncodingError):  # its row may be what is refused
                 await self._sink.write(session.id, place, result)
         info = ended_info(session.id, place, result)
@@ -422,10 +413,10 @@ class SessionService:
     async def _find_ended(self, id: str) -> Ended | None:
         if id in self._open:
             return None
-        found = self._ended.get(id)
-        if found is None and (found := await self._sink.find(id)) is not None:
-            self._remember(found)
-        return found
+        ended = self._ended.get(id)
+        if ended is None and (ended := await self._sink.find(id)) is not None:
+            self._remember(ended)
+        return ended
 
     def expire(self) -> None:
         """Ends those that were left alone, and tries again what could not be written."""
@@ -451,21 +442,17 @@ class SessionService:
         Returns how many were dropped: nothing of them is recorded.
         """
         self._closing = True
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._empty.wait()
-        except TimeoutError:
-            pass
         dropped = 0
         for session in list(self._open.values()):
-            if session.result.done():  # its client finished it meanwhile
-                continue
-            assert session.playing is not None
-            session.playing.cancel()
-            await asyncio.wait({session.playing})
-            self._drop(session)
-            dropped += 1
-        ending = [self._end(one) for one in self._open.values()]
+            if not session.result.done():  # else its client finished it meanwhile
+                session.playing.cancel()
+                await asyncio.wait({session.playing})
+                self._drop(session)
+                dropped += 1
+        ending = map(self._end, self._open.values())
         await finish_despite_cancellation(asyncio.gather(*ending, return_exceptions=True))
         return dropped
 
@@ -487,31 +474,33 @@ class SessionService:
 
     def routes(self) -> list[Route]:
         """All, those of the programs' calls included. Load balancers and monitoring have no token."""
+
+        async def create(request: Request) -> SessionInfo:
+            return await self.create(await request.json(CreateSession, _MAX_BODY))
+
+        async def finish(request: Request) -> SessionInfo:
+            return await self.finish(request.params["id"], await request.json(FinishSession, _MAX_BODY))
+
+        async def abandon(request: Request) -> SessionInfo:
+            return await self.abandon(request.params["id"])
+
+        async def weight_version(request: Request) -> Any:
+            return {"version": self.weight_version}
+
+        async def document(request: Request) -> Any:
+            return openapi(own, "rollstream gateway", rollstream.__version__)
+
         own = [
-            Route("POST", "/v1/sessions", self._create, CreateSession, answer=SessionInfo),
+            Route("POST", "/v1/sessions", create, CreateSession, answer=SessionInfo),
             Route("GET", "/v1/sessions/{id}", self._get, answer=SessionInfo),
-            Route("POST", "/v1/sessions/{id}/finish", self._finish, FinishSession, answer=SessionInfo),
-            Route("DELETE", "/v1/sessions/{id}", self._delete, answer=SessionInfo),
+            Route("POST", "/v1/sessions/{id}/finish", finish, FinishSession, answer=SessionInfo),
+            Route("DELETE", "/v1/sessions/{id}", abandon, answer=SessionInfo),
             Route("POST", "/v1/weights", self._update_weights, UpdateWeights),
-            Route("GET", "/v1/weights", self._weight_version),
+            Route("GET", "/v1/weights", weight_version),
             Route("GET", "/healthz", self._health, open=True),
             Route("GET", "/metrics", self._metrics, open=True),
         ]
-        document = openapi(own, "rollstream gateway", rollstream.__version__)
-
-        async def tell(request: Request) -> Any:
-            return document
-
-        return [*own, Route("GET", "/openapi.json", tell, open=True), *self.endpoint.routes()]
-
-    async def _create(self, request: Request) -> SessionInfo:
-        return await self.create(await request.json(CreateSession, _MAX_BODY))
-
-    async def _finish(self, request: Request) -> SessionInfo:
-        return await self.finish(request.params["id"], await request.json(FinishSession, _MAX_BODY))
-
-    async def _delete(self, request: Request) -> SessionInfo:
-        return await self.abandon(request.params["id"])
+        return [*own, Route("GET", "/openapi.json", document, open=True), *self.endpoint.routes()]
 
     async def _get(self, request: Request) -> SessionInfo:
         id = request.params["id"]
@@ -525,35 +514,34 @@ class SessionService:
         calls, open_calls, tokens = session.counts()
         place = session.place
         return SessionInfo(
-            session.id,
-            "ending" if session.result.done() else "open",
-            f"{session.url}/v1",
-            session.url.rpartition("/")[2],
-            self._expire_s,
-            place.row.messages if opening else None,
-            calls,
-            open_calls,
-            tokens,
-            *((place.row.index, place.repeat) if place.is_key else (None, None)),
+            id=session.id,
+            state="ending" if session.result.done() else "open",
+            base_url=f"{session.url}/v1",
+            api_key=session.url.rpartition("/")[2],
+            expires_in=self._expire_s,
+            messages=place.row.messages if opening else None,
+            calls=calls,
+            open_calls=open_calls,
+            tokens=tokens,
+            index=place.row.index if place.is_key else None,
+            repeat=place.repeat if place.is_key else None,
         )
 
     async def _update_weights(self, request: Request) -> Any:
         asked = await request.json(UpdateWeights)
         if self._update is None:
             raise HTTPError(400, "this engine cannot update its weights", "unsupported")
-        path = weights_below(self._weights, asked.model_path)
+        path = str(weights_below(self._weights, asked.model_path))
+
+        async def load(version: int) -> None:
+            assert self._update is not None
+            await self._update(path, version)
+            self.weight_version = version
+
         async with self._updating:
             version = self.weight_version + 1 if asked.version is None else asked.version
-            await finish_despite_cancellation(self._load_weights(str(path), version))
+            await finish_despite_cancellation(load(version))
         return {"version": version}
-
-    async def _load_weights(self, path: str, version: int) -> None:
-        assert self._update is not None
-        await self._update(path, version)
-        self.weight_version = version
-
-    async def _weight_version(self, request: Request) -> Any:
-        return {"version": self.weight_version}
 
     async def _health(self, request: Request) -> Any:
         if self._closing:
@@ -562,14 +550,11 @@ class SessionService:
 
     def count(self, route: Route | None, status: int, seconds: float) -> None:
         """For `WebServer`: counts answers. Paths that nobody knows share a label."""
-        self._answered[route.path if route else "unknown", status] += 1
+        self._answered[route.path if route else "unknown", str(status)] += 1
 
     async def _metrics(self, request: Request) -> web.Response:
         totals = self._totals()
         states: dict[tuple[str, ...], float] = {(name,): totals[name] for name in ("finished", "failed")}
-        answered: dict[tuple[str, ...], float] = {
-            (route, str(status)): many for (route, status), many in self._answered.items()
-        }
         families = [
             family("rollstream_gateway_sessions", "Sessions open", totals["open"]),
             family("rollstream_gateway_sessions_total", "Sessions that ended", states, ["state"]),
@@ -577,7 +562,9 @@ class SessionService:
             family("rollstream_gateway_open_calls", "Calls being answered", totals["open_calls"]),
             family("rollstream_gateway_tokens_total", "Tokens sampled", totals["tokens"]),
             family("rollstream_gateway_weight_version", "Version of the weights", self.weight_version),
-            family("rollstream_http_requests_total", "Requests answered", answered, ["route", "status"]),
+            family(
+                "rollstream_http_requests_total", "Requests answered", {**self._answered}, ["route", "status"]
+            ),
             family(
                 "rollstream_replaced_surrogates_total",
                 "Halves of surrogate pairs in requests that became U+FFFD",
@@ -599,9 +586,7 @@ def translate(error: Exception) -> HTTPError | None:
         return HTTPError(507, str(error), "storage")
     if isinstance(error, TransientError) and not isinstance(error, EngineError):
         return HTTPError(503, str(error), "unavailable", headers={"retry-after": "1"})
-    if isinstance(error, ConfigError):
-        return HTTPError(400, str(error))
-    return refusal_of(error)
+    return HTTPError(400, str(error)) if isinstance(error, ConfigError) else refusal_of(error)
 
 
 def ended_info(id: str, place: Place, result: Rollout | Failure) -> SessionInfo:
@@ -639,5 +624,4 @@ def _seen(done: "asyncio.Future[Any]") -> None:
 
 
 def _unknown(id: str) -> HTTPError:
-    text = "it is not open, and was never finished: create it again, with the same id if it should have that"
-    return HTTPError(404, f"session {id}: {text}", "not_found")
+    return HTTPError(404, f"session {id} is not open, and was never finished", "not_found")

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +90,7 @@ class RunSink:
         self, run: RunDirectory, writer: StoreWriter, rows: SessionRows, *, retry_failed: bool = False
     ) -> None:
         self.writer = writer
-        dataset = rows.dataset
-        self._run, self._session_rows, self._dataset = run, rows, dataset
+        self._run, self._session_rows, self._dataset = run, rows, rows.dataset
         self._n, self._keys = run.manifest.n, run.state.keys
         self._taken: set[RolloutKey] = set()
         self._ids: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -99,10 +99,7 @@ class RunSink:
         """Rows that came along, by prompt key."""
         self._next = -1
         """The next one's index; with a dataset there is none."""
-        order = np.zeros(0, np.int64) if dataset is None else dataset.order
-        self._visited = np.zeros(0 if dataset is None else len(dataset), bool)
-        self._visited[order] = True
-        self._rows = len(order)
+        order = () if rows.dataset is None else rows.dataset.order
         self._owed = self._keys.owed(order, retry_failed=retry_failed)
 
     async def start(self) -> None:
@@ -116,8 +113,8 @@ class RunSink:
             for table in read_tables(self._run.paths.batch(number), _COLUMNS):
                 final = table.filter(pc.invert(table["is_snapshot"]))
                 for row in final.to_pylist():
-                    if (found := session_of(orjson.loads(row["extra"]))) is not None:
-                        self._note(row["index"], row["repeat"], found[0])
+                    if (session := session_of(orjson.loads(row["extra"]))) is not None:
+                        self._note(row["index"], row["repeat"], session[0])
                     if self._dataset is None:
                         self._indices[row["prompt_key"]] = row["index"]
         if self._dataset is None:
@@ -128,9 +125,7 @@ class RunSink:
     def _note(self, index: int, repeat: int, id: str) -> None:
         at = index * self._n + repeat
         if at >= len(self._ids):
-            grown = np.zeros(max(at + 1, 1024, len(self._ids) * 3 // 2), np.uint64)
-            grown[: len(self._ids)] = self._ids
-            self._ids = grown
+            self._ids = np.pad(self._ids, (0, max(at + 1, 1024, len(self._ids) * 3 // 2) - len(self._ids)))
         self._ids[at] = _number(id)
 
     def place(self, id: str, asked: CreateSession) -> Place:
@@ -144,7 +139,7 @@ class RunSink:
             row = self._session_rows.read(asked)
             if self._dataset is None:
                 row.index = self._indices.get(row.prompt_key, self._next)
-            elif not self._visited[row.index]:
+            elif row.index not in self._dataset.order:
                 raise HTTPError(404, f"row {row.index} is not part of the run", "not_found", "instance_id")
             key = self._free_key(row.index)
             if row.index == self._next:
@@ -177,12 +172,12 @@ class RunSink:
         """See `Sink`. The rollout itself says what the session was finished with."""
         for at in np.flatnonzero(self._ids == _number(id)).tolist():
             index, repeat = divmod(at, self._n)
-            one = await asyncio.to_thread(Run.open(self._run.paths.root).find, index, repeat)
-            found = session_of(one.row["extra"])
-            if found is not None and found[0] == id:
-                info = SessionInfo(id, "finished", index=index, repeat=repeat, trajectories=one.siblings)
-                info.reward = one.row["reward"]
-                return Ended(info, found[1])
+            rollout = await asyncio.to_thread(Run.open(self._run.paths.root).find, index, repeat)
+            session = session_of(rollout.row["extra"])
+            if session is not None and session[0] == id:
+                info = SessionInfo(id, "finished", index=index, repeat=repeat, trajectories=rollout.siblings)
+                info.reward = rollout.row["reward"]
+                return Ended(info, session[1])
         return None
 
     async def close(self) -> None:
@@ -192,17 +187,20 @@ class RunSink:
         finally:
             await asyncio.to_thread(self.write_checkpoint)
 
+    @property
+    def _order(self) -> Collection[int]:
+        return self._indices.values() if self._dataset is None else self._dataset.order
+
     def all_done(self) -> bool:
         """Whether every rollout of the rows is done or has failed, and there are any."""
-        order = self._indices.values() if self._dataset is None else self._dataset.order
-        owed = self._keys.owed(order, retry_failed=False)
+        owed = self._keys.owed(self._order, retry_failed=False)
         return self._run.state.rows > 0 and next(owed, None) is None
 
     def write_checkpoint(self) -> None:
         """Writes `checkpoint.json`: it is for people and scripts that look on."""
-        rows = self._rows if self._dataset is not None else len(self._indices)
+        total = len(self._order) * self._n
         try:
-            write_checkpoint(self._run.paths, self._run.manifest, self._run.state, total=rows * self._n)
+            write_checkpoint(self._run.paths, self._run.manifest, self._run.state, total=total)
         except OSError as error:
             logger.warning("cannot write checkpoint.json: %s", error.strerror)
 

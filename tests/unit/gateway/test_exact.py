@@ -130,25 +130,6 @@ def test_a_replay_gives_the_same_whichever_call_is_faster(begun: list[int], slow
     assert asyncio.run(play(begun, slow)) == first
 
 
-@pytest.mark.parametrize("name", NAMES)
-async def test_thinking_that_a_fresh_rendering_would_leave_out_is_counted(name: str) -> None:
-    tokenizer = load(name)
-    thought = tokenizer.encode("<think>\nhm, 7 * 8\n</think>")
-    ids = [*thought, *tokenizer.encode("\n\n56"), sorted(tokenizer.end_ids)[0]]
-    engine = await started(lambda request: ids, vocab_size=tokenizer.vocab_size)
-    recorder, _ = recorder_of(engine, tokenizer=tokenizer)
-    first = await ask(recorder, [user("q")])
-    (trajectory,) = recorder.trajectories()
-    assert "gateway" not in trajectory.extra
-    history = [{key: one[key] for key in ("role", "content")} for one in first]  # clients drop thinking
-    await ask(recorder, [*history, user("more")])
-    (trajectory,) = recorder.trajectories()
-    assert sum(trajectory.response_mask) == 2 * len(ids)
-    fresh = tokenizer.render_text(trajectory.messages[:3])
-    said = trajectory.extra.get("gateway", {}).get("old_thinking_tokens", 0)
-    assert said == (0 if "hm, 7 * 8" in fresh else len(thought))
-
-
 async def test_a_history_of_the_clients_making_is_counted() -> None:
     engine = await started(response_tokens=6)
     recorder, _ = recorder_of(engine)
