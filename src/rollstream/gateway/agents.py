@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache
@@ -42,9 +42,8 @@ _AGENTS_OWN = ("client_sampling", "strict", "train_side_calls", "max_calls", "ma
 """Options of every such loop that decide its data."""
 
 _GUESS = (
-    "a program had several conversations, none of them ends in an answer that it stated, and the prompt row "
-    "begins none or several: which one is its answer is a guess. State the answer (docs/gateway.md); this is "
-    "said once"
+    "a program had several conversations, and which one is its answer is a guess: it should state its answer "
+    "(docs/gateway.md); this is said once"
 )
 
 T = TypeVar("T")
@@ -172,11 +171,12 @@ class RecordedAgent(AgentLoop):
             engine_wait=_ENGINE_WAIT_S,
         )
         started = time.monotonic()
+        reader, images = self.resources.images, row.get("images")
+        urls = [image.sent for image in await reader.read(images)] if reader is not None and images else []
         try:
             with endpoint.open(recorder) as url:
-                shown = shown_row(row, await self._image_urls(row))
-                outcome = await unless_broken(self.act(url, shown), broken)
-            found = finished(
+                outcome = await unless_broken(self.act(url, shown_row(row, urls)), broken)
+            trajectories = finished(
                 self,
                 recorder,
                 outcome,
@@ -185,21 +185,14 @@ class RecordedAgent(AgentLoop):
                 prompt=row["raw_prompt"],
                 train_side_calls=self.settings.train_side_calls,
             )
-            if not found:
+            if not trajectories:
                 raise AgentFailedError(f"the agent ended without an answer of the model{self.printed}")
         except AgentFailedError as error:
             if recorder.refusal is None:
                 raise
-            raise AgentFailedError(
-                f"{error}\nits last refused call: {recorder.refusal}"
-            ) from recorder.refusal
-        return found
-
-    async def _image_urls(self, row: Mapping[str, Any]) -> list[str]:
-        reader = self.resources.images
-        if reader is None or not row.get("images"):
-            return []
-        return [image.sent for image in await reader.read(row["images"])]
+            text = f"{error}\nits last refused call: {recorder.refusal}"
+            raise AgentFailedError(text) from recorder.refusal
+        return trajectories
 
 
 def finished(
@@ -213,10 +206,12 @@ def finished(
     train_side_calls: bool,
 ) -> list[Trajectory]:
     """The recorded trajectories of a rollout whose agent has ended, with the agent's outcome; perhaps none."""
-    found = recorder.trajectories(answer=outcome.answer, prompt=prompt, find_side_calls=not train_side_calls)
+    trajectories = recorder.trajectories(
+        answer=outcome.answer, prompt=prompt, find_side_calls=not train_side_calls
+    )
     if recorder.final_is_guess:
         endpoint.log_once("a final trajectory is a guess", _GUESS, level=logging.WARNING)
-    for final in found[-1:]:
+    for final in trajectories[-1:]:
         final.metrics.generate_s = loop.metrics.generate_s
         # The agent has all time but that in which it waited for answers.
         final.metrics.tool_s = max(0.0, time.monotonic() - started - loop.metrics.generate_s)
@@ -228,7 +223,7 @@ def finished(
             final.finish_reason = "length"
         loop.final_answer = outcome.answer
         loop.reward_info["messages"] = final.messages
-    return found
+    return trajectories
 
 
 def shared_endpoint(
@@ -248,22 +243,22 @@ def shown_row(row: Mapping[str, Any], image_urls: Sequence[str] = ()) -> dict[st
     `image_urls` stand in the messages in the place of its images, as an API takes them.
     """
     urls = iter(image_urls)
+
+    def shown(part: Any) -> Any:
+        if isinstance(part, dict) and part.get("type") == "image":
+            return {"type": "image_url", "image_url": {"url": next(urls)}}
+        return part
+
     prompt = [
-        {**message, "content": [_shown_part(part, urls) for part in message["content"]]}
+        {**message, "content": [*map(shown, message["content"])]}
         if isinstance(message.get("content"), list)
         else message
         for message in row["raw_prompt"]
     ]
     left_out = ("raw_prompt", "prompt_key", "extra_info", "images", "tools_kwargs")
     columns = {key: value for key, value in row.items() if key not in left_out}
-    shown = {"prompt": prompt, **_without_answers(columns)}
-    return {**shown, "extra_info": _without_answers(row.get("extra_info") or {})}
-
-
-def _shown_part(part: Any, urls: Iterator[str]) -> Any:
-    if isinstance(part, dict) and part.get("type") == "image":
-        return {"type": "image_url", "image_url": {"url": next(urls)}}
-    return part
+    extra_info = _without_answers(row.get("extra_info") or {})
+    return {"prompt": prompt, **_without_answers(columns), "extra_info": extra_info}
 
 
 def _without_answers(value: Any) -> Any:

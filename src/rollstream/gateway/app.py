@@ -191,7 +191,7 @@ class Endpoint:
             yield Route("POST", path, self._answers(wire), open=True, cancel_when_gone=True)
         yield Route("POST", f"{session}/v1/messages/count_tokens", self._count_tokens, open=True)
         yield Route("GET", f"{session}/v1/models", self._models, open=True)
-        yield Route("GET", f"{session}/v1/models/{{name...}}", self._one_model, open=True)
+        yield Route("GET", f"{session}/v1/models/{{name...}}", self._models, open=True)
         for method in ("GET", "POST"):
             yield Route(method, f"{session}/{{rest...}}", self._other, open=True)
 
@@ -252,8 +252,8 @@ class Endpoint:
         with recorder.noting():
             if asked.previous is not None:
                 asked = _continued(asked, session.responses)
-            call = self._call(asked, recorder, f"{wire.prefix}{uuid.uuid4().hex}", request)
-            call = replace(call, is_side_call=is_side_call)
+            name = f"{wire.prefix}{uuid.uuid4().hex}"
+            call = self._call(asked, recorder, name, is_side_call=is_side_call)
 
         async def answered() -> Answer:
             with recorder.noting():
@@ -270,7 +270,7 @@ class Endpoint:
             return await _stream(wire, asked, answered(), request)
         return json_response(wire.body(asked, await answered()))
 
-    def _call(self, asked: Asked, recorder: Recorder, name: str, request: Request) -> Call:
+    def _call(self, asked: Asked, recorder: Recorder, name: str, *, is_side_call: bool) -> Call:
         """Makes the session's call of a request, as the run allows it.
 
         Raises:
@@ -279,23 +279,19 @@ class Endpoint:
         if asked.max_tokens is not None and asked.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, not {asked.max_tokens}", param="max_tokens")
         if asked.logprobs and not recorder.sampling.logprobs:
-            raise RequestError(
-                "the run keeps no log-probs: set actor_rollout_ref.rollout.calculate_log_probs",
-                param="logprobs",
-            )
+            raise RequestError("the run keeps no log-probs (calculate_log_probs)", param="logprobs")
         notes = dict(asked.notes)
         if asked.model not in (None, self._model):
             notes["model"] = asked.model
         wishes = {
-            name: value
-            for name, value in asked.sampling.items()
-            if not _is_met(name, value, recorder.sampling)
+            key: value for key, value in asked.sampling.items() if not _is_met(key, value, recorder.sampling)
         }
         sampling = _sampling(wishes, recorder) if self._client_sampling and wishes else None
         if sampling is None:
             notes |= wishes
-        for asked_for, value in notes.items():
-            about = f"model={_short(value)}" if asked_for == "model" else _short(asked_for)
+        shown = {_short(key): _short(value) for key, value in notes.items()}
+        for key, value in shown.items():
+            about = f"model={value}" if key == "model" else key
             self.log_once(
                 about, f"agents ask for {about}, which is not done as asked: each trajectory's notes say so"
             )
@@ -307,8 +303,9 @@ class Endpoint:
             sampling=sampling,
             own_seed="seed" in asked.sampling and sampling is not None,
             deferred=asked.deferred,
-            notes={_short(asked_for): _short(value) for asked_for, value in notes.items()},
+            notes=shown,
             name=name,
+            is_side_call=is_side_call,
         )
 
     def log_once(self, about: str, text: str, *, level: int = logging.INFO) -> None:
@@ -331,21 +328,10 @@ class Endpoint:
         return json_response({"input_tokens": await recorder.count_tokens(asked.messages, asked.tools)})
 
     async def _models(self, request: Request) -> web.Response:
+        """The list of OpenAI's and of Anthropic's API; whatever name is asked for, this one answers."""
         if "secret" in request.params:
             self._session(request)
-        # Of OpenAI's and of Anthropic's list.
-        model = self._describe()
-        page = {"has_more": False, "first_id": self._model, "last_id": self._model}
-        return json_response({"object": "list", "data": [model], **page})
-
-    async def _one_model(self, request: Request) -> web.Response:
-        """Whatever name is asked for, this one answers."""
-        if "secret" in request.params:
-            self._session(request)
-        return json_response(self._describe())
-
-    def _describe(self) -> dict[str, Any]:
-        return {
+        model = {
             "id": self._model,
             "object": "model",
             "created": 0,
@@ -356,16 +342,17 @@ class Endpoint:
             "max_model_len": self._max_model_len,
             "max_input_tokens": self._max_model_len,
         }
+        if "name" in request.params:
+            return json_response(model)
+        page = {"has_more": False, "first_id": self._model, "last_id": self._model}
+        return json_response({"object": "list", "data": [model], **page})
 
     async def _other(self, request: Request) -> web.Response:
         recorder, rest = self._session(request).recorder, request.params["rest"]
-        twice = "; Anthropic's clients take the address without /v1" if rest.startswith("v1/v1/") else ""
+        twice = " (Anthropic's clients take the address without /v1)" if rest.startswith("v1/v1/") else ""
         with recorder.noting():
-            raise RequestError(
-                f"there is no {request.method} {rest} here{twice}: chat/completions, responses and "
-                "messages are recorded with exact tokens; use a client or harness that speaks one of them",
-                status=404,
-            )
+            routes = "chat/completions, responses and messages"
+            raise RequestError(f"there is no {request.method} {rest} here{twice}, but {routes}", status=404)
 
 
 def room_for_connections() -> int:

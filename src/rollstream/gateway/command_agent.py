@@ -172,7 +172,7 @@ class CommandAgent(RecordedAgent):
         self._output, self.printed = ended.output, _words(ended)
         if ended.timed_out:
             raise AttemptTimeoutError(
-                f"the program took longer than {settings.timeout:g} s (gateway.timeout)" + _words(ended)
+                f"the program took longer than {settings.timeout:g} s (gateway.timeout){self.printed}"
             )
         outcome = await self._outcome(sandbox, settings, ended)
         self._done = True
@@ -186,21 +186,17 @@ class CommandAgent(RecordedAgent):
                 if ended.code > 0
                 else f"was killed by signal {-ended.code}"
             )
-            raise AgentFailedError(f"the program {how}{_words(ended)}")
+            raise AgentFailedError(f"the program {how}{self.printed}")
         try:
             data = await sandbox.get("io/result.json", _RESULT_BYTES)
-            outcome = (
-                Outcome() if data is None else read_outcome(decode_json(data, orjson.loads)[0], "its result")
-            )
-        except orjson.JSONDecodeError as error:
-            raise AgentFailedError(f"the program's result is not JSON ({error}){_words(ended)}") from error
-        except (DataError, AgentFailedError) as error:
-            raise AgentFailedError(f"the program's result cannot be used: {error}{_words(ended)}") from error
+            outcome = Outcome()
+            if data is not None:
+                outcome = read_outcome(decode_json(data, orjson.loads)[0], "its result")
+        except (orjson.JSONDecodeError, DataError, AgentFailedError) as error:
+            raise AgentFailedError(f"the program's result cannot be used: {error}{self.printed}") from error
         if data is None and settings.outcome == "result":
-            raise AgentFailedError(f"the program wrote no file ROLLSTREAM_RESULT{_words(ended)}")
-        if by_code:
-            outcome = Outcome(outcome.answer, float(ended.code == 0), outcome.reward_extra, outcome.extra)
-        return outcome
+            raise AgentFailedError(f"the program wrote no file ROLLSTREAM_RESULT{self.printed}")
+        return msgspec.structs.replace(outcome, reward=float(ended.code == 0)) if by_code else outcome
 
     async def close(self) -> None:
         if self._folder is not None:

@@ -86,7 +86,7 @@ async def test_conversations_are_trajectories_of_one_rollout(tmp_path: Path) -> 
         (
             ANSWERS + "open(os.environ['ROLLSTREAM_RESULT'], 'w').write('{')",
             {},
-            ["is not JSON", "it printed nothing"],
+            ["result cannot be used", "it printed nothing"],
         ),
         (ANSWERS + "result(reward='high')", {}, ["reward"]),
         (ANSWERS + "result(rewards=1)", {}, ["rewards"]),
