@@ -284,8 +284,7 @@ class RolloutWorker:
             if limit.expired():
                 self.counters.timeouts += 1
                 raise AttemptTimeoutError(
-                    f"attempt {attempt} took longer than {self._attempt_timeout:g} s "
-                    f"(generation.attempt_timeout); it was in {_hung_in(error)}"
+                    f"attempt {attempt} took longer than {self._attempt_timeout:g} s (generation.attempt_timeout)"
                 ) from error
             raise
         except asyncio.CancelledError as error:
@@ -395,32 +394,7 @@ def make_failure(
 def _stage(error: BaseException) -> str:
     if isinstance(error, EngineError):
         return "engine"
-    if isinstance(error, AttemptTimeoutError):
-        return "engine" if _hung_in(error) == _IN_ENGINE else "agent"
-    if isinstance(error, DataError | ConfigError):
-        return "prompt"
-    return "agent"
-
-
-_IN_ENGINE = "the engine's generate"
-
-
-def _hung_in(error: BaseException) -> str:
-    """Where an attempt was that was cut off, by the frames of its cancellation.
-
-    A loop that asks the engine in a task of its own has no frame there: it was in the loop.
-    """
-    from rollstream.agent.tool_agent import ToolAgent
-
-    cut: BaseException | None = error
-    while cut is not None:
-        for frame, _ in traceback.walk_tb(cut.__traceback__):
-            if frame.f_code is AgentLoop.generate.__code__:
-                return _IN_ENGINE
-            if frame.f_code is ToolAgent.timed.__code__:
-                return "a tool or an interaction"
-        cut = cut.__cause__ or cut.__context__
-    return "the agent loop"
+    return "prompt" if isinstance(error, DataError | ConfigError) else "agent"
 
 
 def _one_line(error: BaseException) -> str:

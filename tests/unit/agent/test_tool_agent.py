@@ -330,8 +330,6 @@ async def test_a_timeout_releases_what_was_begun(where: str) -> None:
         worker = make_worker(resources(engine, tools=box), attempt_timeout=0.5, max_attempts=1)
         failure = failed(await worker.run(make_row(), 0))
     assert "attempt 1 took longer than 0.5 s" in failure.error
-    hung_in, stage = ("the engine's generate", "engine") if where == "engine" else ("a tool or an", "agent")
-    assert (f"; it was in {hung_in}" in failure.error, failure.stage) == (True, stage)
     assert tool.tool.done[-1] == "release"
     assert tool.tool.done.count("release") == 1
     assert engine.in_flight == 0
