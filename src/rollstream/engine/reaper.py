@@ -28,7 +28,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 GRACE_S = 5.0
@@ -61,7 +61,7 @@ _MOST_FILES = 100_000
 
 
 class Bounds:
-    """What a command and all that it starts may use; None is no bound. No dataclass: that takes 15 ms to import.
+    """Limits of a command and all that it starts; None is no limit. No dataclass: that takes 15 ms to import.
 
     Args:
         grace: seconds to tidy up after SIGTERM.
@@ -84,10 +84,8 @@ class Bounds:
         cpu: int | None = None,
         files: int | None = None,
     ) -> None:
-        self.grace = grace
-        self.memory, self.processes = memory, processes
-        self.disk, self.folder = disk, folder
-        self.cpu, self.files = cpu, files
+        self.grace, self.memory, self.processes = grace, memory, processes
+        self.disk, self.folder, self.cpu, self.files = disk, folder, cpu, files
 
 
 def reaped(command: Iterable[str], bounds: Bounds | None = None) -> list[str]:
@@ -110,19 +108,19 @@ def main(options: str, command: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: asked.append(number))
     server = _start(command, prctl, bounds)
-    watch = _Watch(bounds)
+    exceeded = _watch(bounds)
     look_s = _LOOK_S if bounds.memory or bounds.processes or bounds.disk else None
     status: int | None = None
     over = ""
-    while status is None:
+    while status is None and not over:
         ready, _, _ = select.select([0, woken], [], [], look_s)
         if woken in ready:
             os.read(woken, 4096)
         status = _reap(server)[0]
         if asked or 0 in ready:
             break
-        if status is None and (over := watch.exceeded()):
-            break
+        if status is None:
+            over = exceeded()
     grace = 0.0 if over else bounds.grace
     _end_all(server, grace=min(grace, _LEFTOVERS_S) if status is not None else grace, ask=status is None)
     if over:
@@ -133,48 +131,29 @@ def main(options: str, command: list[str]) -> None:
     _end_like(status)
 
 
-class _Watch:
-    """Looks at what everything below this process uses."""
+def _watch(bounds: Bounds) -> Callable[[], str]:
+    """A function that says what everything below this process uses beyond a limit; empty when nothing."""
+    next_walk = 0.0
 
-    def __init__(self, bounds: Bounds) -> None:
-        self._bounds = bounds
-        self._next_walk = 0.0
-
-    def exceeded(self) -> str:
-        """What is used beyond its bound; empty when nothing is."""
-        bounds = self._bounds
-        pids = _descendants(os.getpid()) if bounds.memory or bounds.processes else []
+    def exceeded() -> str:
+        nonlocal next_walk
+        pids = below(os.getpid()) if bounds.memory or bounds.processes else []
         if bounds.processes is not None and len(pids) > bounds.processes:
             return f"it has {len(pids)} processes, and may have {bounds.processes}"
         if bounds.memory is not None and (used := _memory_use(pids)) > bounds.memory:
             return f"it uses {used >> 20} MiB of memory, and may use {bounds.memory >> 20}"
-        now = time.monotonic()
-        if bounds.disk is not None and now >= self._next_walk:
+        began = time.monotonic()
+        if bounds.disk is not None and began >= next_walk:
             used, files = _disk_use(bounds.folder)
             # A folder with many files is looked at less often.
-            self._next_walk = time.monotonic() + max(0.5, 20 * (time.monotonic() - now))
+            next_walk = time.monotonic() + max(0.5, 20 * (time.monotonic() - began))
             if used > bounds.disk:
                 return f"its folders have {used >> 20} MiB, and may have {bounds.disk >> 20}"
             if files > _MOST_FILES:
                 return f"its folders have more than {_MOST_FILES} files"
         return ""
 
-
-def _descendants(root: int) -> list[int]:
-    """As `below`, at a cost that does not grow with other processes, and nearly right: for looking often."""
-    if not Path(f"/proc/{root}/task/{root}/children").exists():  # a kernel without CONFIG_PROC_CHILDREN
-        return below(root)
-    found: list[int] = []
-    waiting = [root]
-    while waiting:
-        for task in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
-            try:
-                children = [int(pid) for pid in task.read_bytes().split()]
-            except OSError:
-                continue
-            found += children
-            waiting += children
-    return found
+    return exceeded
 
 
 def _memory_use(pids: list[int]) -> int:
@@ -182,12 +161,12 @@ def _memory_use(pids: list[int]) -> int:
     used = 0
     memfds: dict[int, int] = {}  # written to, they need not be mapped
     for pid in pids:
+        status = _read(Path(f"/proc/{pid}/status"))
+        used += sum(int(kilobytes) << 10 for kilobytes in re.findall(rb"Rss(?:Anon|Shmem):\s*(\d+)", status))
         try:
-            status = Path(f"/proc/{pid}/status").read_bytes()
             descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
         except OSError:  # it has just ended
             continue
-        used += sum(int(kilobytes) << 10 for kilobytes in re.findall(rb"Rss(?:Anon|Shmem):\s*(\d+)", status))
         for descriptor in descriptors:
             try:
                 if str(descriptor.readlink()).startswith("/memfd:"):
@@ -201,30 +180,26 @@ def _memory_use(pids: list[int]) -> int:
 def _disk_use(folder: str) -> tuple[int, int]:
     """Bytes and files below a folder."""
     used = files = 0
-    waiting = [folder]
-    while waiting and files <= _MOST_FILES:
-        try:
-            with os.scandir(waiting.pop()) as entries:
-                for entry in entries:
-                    files += 1
-                    used += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                    if files > _MOST_FILES:
-                        break
-        except OSError:  # it has just gone
-            continue
+    for root, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            files += 1
+            try:
+                used += os.lstat(os.path.join(root, name)).st_blocks * 512  # noqa: PTH118
+            except OSError:  # it has just gone
+                continue
+        if files > _MOST_FILES:
+            break
     return used, files
 
 
 def _set_limits(bounds: Bounds) -> None:
-    given = {
+    limits = {
         resource.RLIMIT_DATA: bounds.memory,
         resource.RLIMIT_FSIZE: bounds.disk,
         resource.RLIMIT_CPU: bounds.cpu,
         resource.RLIMIT_NOFILE: bounds.files,
     }
-    for which, limit in given.items():
+    for which, limit in limits.items():
         if limit is not None:
             _, most = resource.getrlimit(which)
             limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
@@ -300,35 +275,40 @@ def kill(pids: Iterable[int], number: int) -> None:
 
 
 def below(root: int) -> list[int]:
-    """All processes that descend from `root`, without it. Linux only; elsewhere nobody."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
+    """The processes that descend from `root`, without it, but for some that start just now. Linux only."""
+    parents: dict[int, list[int]] = {}
+    is_listed = Path(f"/proc/{root}/task/{root}/children").exists()
+    if not is_listed:  # a kernel without CONFIG_PROC_CHILDREN: at a cost that grows with all processes
+        for entry in Path("/proc").glob("[0-9]*"):
             # The name, in parentheses, may hold anything; state and parent follow (proc_pid_stat(5)).
-            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        children.setdefault(int(fields[1]), []).append(int(entry.name))
+            if fields := _read(entry / "stat").rpartition(b")")[2].split():
+                parents.setdefault(int(fields[1]), []).append(int(entry.name))
     found: list[int] = []
     waiting = [root]
     while waiting:
-        below_one = children.get(waiting.pop(), [])
-        found += below_one
-        waiting += below_one
+        pid = waiting.pop()
+        children = parents.get(pid, [])
+        if is_listed:
+            files = Path(f"/proc/{pid}/task").glob("*/children")
+            children = [int(child) for file in files for child in _read(file).split()]
+        found += children
+        waiting += children
     return found
 
 
 def marked(mark: str) -> set[int]:
     """Processes whose environment has `MARK` with this value. Linux only; elsewhere nobody."""
     wanted = f"{MARK}={mark}".encode()
-    found = set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.add(int(entry.name))
-        except OSError:  # it has just ended, or is another user's
-            continue
-    return found
+    entries = Path("/proc").glob("[0-9]*")
+    return {int(entry.name) for entry in entries if wanted in _read(entry / "environ").split(b"\0")}
+
+
+def _read(file: Path) -> bytes:
+    """A file of a process; empty when that has just ended, or is another user's."""
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""
 
 
 def kill_left(mark: str) -> None:
