@@ -11,11 +11,11 @@ MODELS = {"data": [{"id": "m", "root": "org/model"}, {"id": "adapter"}]}
 @pytest.mark.parametrize(
     ("answers", "kind", "models", "tokenizer"),
     [
-        (({"model_path": "/models/m", "tokenizer_path": "o/m"}, None, MODELS), "sglang", "/models/m", "o/m"),
-        (({"model_path": "/not/on/this/machine"}, None, None), "sglang", "/not/on/this/machine", None),
-        ((None, {"version": "0.32"}, MODELS), "vllm", "m adapter", "org/model"),
-        ((None, {"other": 1}, MODELS), "openai", "m adapter", None),
-        ((None, None, {"data": "?"}), "openai", "", None),
+        (({"model_path": "/models/m", "tokenizer_path": "o/m"}, {}, MODELS), "sglang", "/models/m", "o/m"),
+        (({"model_path": "/not/on/this/machine"}, {}, {}), "sglang", "/not/on/this/machine", None),
+        (({}, {"version": "0.32"}, MODELS), "vllm", "m adapter", "org/model"),
+        (({}, {"other": 1}, MODELS), "openai", "m adapter", None),
+        (({}, {}, {"data": "?"}), "openai", "", None),
     ],
 )
 def test_kinds_by_what_servers_answer(answers: tuple, kind: str, models: str, tokenizer: str | None) -> None:  # type: ignore[type-arg]

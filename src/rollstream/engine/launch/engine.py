@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rollstream.aio import Restarts
 from rollstream.engine.checks import least, read_model_limits
@@ -21,7 +22,7 @@ from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.launch.local import LocalLauncher, LocalProcess
 from rollstream.engine.launch.plan import LaunchRequest, ReplicaPlan, choose_server, launch_plan
 from rollstream.engine.launch.ray import RayLauncher, RayProcess
-from rollstream.engine.pool import POOL_KWARGS, PoolEngine
+from rollstream.engine.pool import PoolEngine
 from rollstream.engine.replica import Replica
 from rollstream.errors import EngineError, EngineLostError, EngineUnavailableError, TransientEngineError
 
@@ -74,9 +75,7 @@ class LaunchedEngine(PoolEngine):
         launcher: starts them.
         make_replica: speaks to one, by its URL.
         request: timeouts and restarts.
-        max_model_len: see `PoolEngine`, like the others.
-        what: see there.
-        probe_after: see there.
+        pool: options of `PoolEngine`.
     """
 
     def __init__(
@@ -86,15 +85,11 @@ class LaunchedEngine(PoolEngine):
         *,
         make_replica: Callable[[str], Replica],
         request: LaunchRequest,
-        max_model_len: int | None = None,
-        what: str = "engine",
-        probe_after: float = POOL_KWARGS["probe_after"],
+        **pool: Any,
     ) -> None:
-        super().__init__([], max_model_len=max_model_len, what=what, probe_after=probe_after)
+        super().__init__([], **pool)
+        self.launcher, self.make_replica, self.request = launcher, make_replica, request
         self._plans = plans
-        self._launcher = launcher
-        self._make_replica = make_replica
-        self._request = request
         self._supervision: list[asyncio.Task[None]] = []
         self._closing = asyncio.Lock()
         self.supervisors: list[Supervisor] = []
@@ -109,10 +104,7 @@ class LaunchedEngine(PoolEngine):
         """
         if self.supervisors:
             return
-        self.supervisors = [
-            Supervisor(plan, self._launcher, self._make_replica, self._request, self)
-            for plan in self._launcher.place(self._plans)
-        ]
+        self.supervisors = [Supervisor(plan, self) for plan in self.launcher.place(self._plans)]
         try:
             await self._start_all()
             await super().start()
@@ -151,7 +143,7 @@ class LaunchedEngine(PoolEngine):
                 try:
                     await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
                 finally:
-                    await self._launcher.close()
+                    await self.launcher.close()
 
     async def _start_all(self) -> None:
         """Starts the replicas. The first that fails ends the wait."""
@@ -169,29 +161,11 @@ class LaunchedEngine(PoolEngine):
 
 
 class Supervisor:
-    """Starts a replica, watches it, and starts it again. `start` it, then `run` it, then `stop` it.
+    """Starts a replica of an engine, watches it, and starts it again. `start` it, then `run` it, then `stop` it."""
 
-    Args:
-        plan: what is started.
-        launcher: starts it.
-        make_replica: speaks to it, by its URL.
-        request: timeouts and restarts.
-        pool: takes it in while it serves.
-    """
-
-    def __init__(
-        self,
-        plan: ReplicaPlan,
-        launcher: LocalLauncher | RayLauncher,
-        make_replica: Callable[[str], Replica],
-        request: LaunchRequest,
-        pool: PoolEngine,
-    ) -> None:
-        self._plan = plan
-        self._launcher = launcher
-        self._make_replica = make_replica
-        self._request = request
-        self._pool = pool
+    def __init__(self, plan: ReplicaPlan, engine: LaunchedEngine) -> None:
+        self._plan, self._engine = plan, engine
+        request = engine.request
         self._restarts = Restarts(
             first=request.restart_delay,
             longest=request.restart_delay_max,
@@ -212,9 +186,9 @@ class Supervisor:
         Raises:
             EngineError: it ended, was not ready in time, or is not what is expected; with the end of its log.
         """
-        limit = self._request.startup_timeout
-        self._process = process = await self._launcher.start(self._plan)
-        replica = self._make_replica(process.url)
+        limit = self._engine.request.startup_timeout
+        self._process = process = await self._engine.launcher.start(self._plan)
+        replica = self._engine.make_replica(process.url)
         ended = asyncio.ensure_future(process.wait())
         try:
             async with asyncio.timeout(limit):
@@ -272,18 +246,18 @@ class Supervisor:
     async def _is_taken_in(self, replica: Replica) -> bool:
         """Whether a replica that starts is ready, and the pool's now. Raises when it will never be."""
         try:
-            await self._pool.add_replica(replica)
+            await self._engine.add_replica(replica)
         except (EngineUnavailableError, TransientEngineError):
             return False
         return True
 
     async def _watch(self) -> float:
         """Returns when the replica is gone, with the pause before the next start. `cause` says why."""
-        process, replica, pool = self._process, self._replica, self._pool
+        process, replica, engine = self._process, self._replica, self._engine
         assert process is not None and replica is not None
         ended = asyncio.ensure_future(process.wait())
         began = healthy_at = time.monotonic()
-        limit = self._request.unhealthy_timeout
+        limit = engine.request.unhealthy_timeout
         try:
             while True:
                 await asyncio.wait((ended,), timeout=min(_CHECK_S, limit / 4))
@@ -291,7 +265,7 @@ class Supervisor:
                     cause = f"{self._name} {ended.result()}"
                     break
                 # The check's own time counts: a server that hangs is asked with a bound.
-                if pool.is_loading(replica.name) or await replica.health():
+                if engine.is_loading(replica.name) or await replica.health():
                     healthy_at = time.monotonic()
                 elif time.monotonic() - healthy_at >= limit:
                     cause = f"{self._name} was not healthy for {limit:g} s (launch.unhealthy_timeout)"
@@ -299,7 +273,7 @@ class Supervisor:
         finally:
             ended.cancel()
         self.cause = cause + await _details(process)
-        await pool.remove_replica(replica.name)
+        await engine.remove_replica(replica.name)
         await self.stop()
         return self._restarts.after_serving(time.monotonic() - began)
 
