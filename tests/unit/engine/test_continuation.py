@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.engine.base import Capabilities, Engine, EngineLoad, ReportsLoad
+from rollstream.engine.base import Capabilities
 from rollstream.engine.continuation import ContinuingEngine, OnUpdate, PartialCompletion
 from rollstream.engine.replica import WeightsLostError
 from rollstream.engine.weight_probe import PROBE_FILE, PROBE_IDS, write_probe
@@ -403,16 +403,6 @@ async def test_closing_during_an_update_ends_it() -> None:
     assert [type(result) for result in results] == [EngineUnavailableError] * 3
 
 
-async def test_an_outage_goes_to_the_caller() -> None:
-    inner = Stepper()
-    engine = ContinuingEngine(inner)
-    asked = asyncio.create_task(engine.generate(lasting(1, 10)[0], LONG, request_id="a"))
-    await turns(4)
-    inner.away = True
-    with pytest.raises(EngineUnavailableError, match="away"):
-        await asked
-
-
 class Scoring(ScriptedEngine):
     """Whose log-probs are those of its newest weights, or do not change."""
 
@@ -446,24 +436,6 @@ async def test_weights_are_compared_with_what_their_trainer_says(tmp_path: Path)
         await engine.update_weights(str(tmp_path), 3)
     (tmp_path / PROBE_FILE).unlink()
     await engine.update_weights(str(tmp_path), 3)  # nobody says what they are
-
-
-async def test_it_is_the_engine_inside() -> None:
-    inner = ScriptedEngine()
-    engine = ContinuingEngine(inner)
-    assert isinstance(engine, Engine) and isinstance(engine, ReportsLoad)
-    await engine.start()
-    assert await engine.health()
-    assert engine.capabilities is inner.capabilities and engine.engine is inner
-    assert await engine.load() is None
-
-    class Loaded(ScriptedEngine):
-        async def load(self) -> EngineLoad | None:
-            return EngineLoad(1, 2)
-
-    assert await ContinuingEngine(Loaded()).load() == EngineLoad(1, 2)
-    await engine.close()
-    assert not await engine.health()
 
 
 PROMPT = [7, 8, 9]

@@ -225,16 +225,6 @@ async def test_closing_waits_for_a_load_but_not_for_ever(
     assert "still loads weights, and is left alone" in caplog.text
 
 
-async def test_an_unexpected_error_is_said_and_tried_again(
-    engine: PoolEngine, b: FakeReplica, caplog: pytest.LogCaptureFixture
-) -> None:
-    b.away, b.mistake = True, KeyError("a mistake")
-    await versions(engine)
-    await until(lambda: "b cannot be made ready" in caplog.text)
-    b.away, b.mistake = False, None
-    await until(lambda: len(engine.ready) == 2)
-
-
 @pytest.mark.parametrize("seed", range(8))
 async def test_whatever_happens_no_answer_has_other_weights_than_the_wanted(seed: int) -> None:
     rng = random.Random(seed)

@@ -29,7 +29,7 @@ time.sleep(600)
 
 def reaped(*command: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        reaper.reaped(command),
+        reaper.reaped(command, reaper.Bounds(grace=0.5)),
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,

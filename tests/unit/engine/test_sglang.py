@@ -4,12 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import orjson
 import pytest
 
 from rollstream.engine.base import Engine
-from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.sglang import SGLangEngine, read_reply
 from rollstream.errors import (
     ConfigError,
@@ -18,7 +16,7 @@ from rollstream.errors import (
     EngineUnavailableError,
     TransientEngineError,
 )
-from rollstream.testing.stub_faults import Faults, Latency
+from rollstream.testing.stub_faults import Faults
 from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.trajectory import Completion, SamplingParams
 from tests.support.engines import started
@@ -71,17 +69,6 @@ async def test_capabilities_come_from_the_server_and_a_models_folder(
         assert (small.capabilities.vocab_size, small.capabilities.max_model_len) == (8, 48)
         with pytest.raises(TransientEngineError, match="outside the vocabulary"):
             await ask(small)
-
-
-async def test_another_model_is_refused(server: StubServer, caplog: pytest.LogCaptureFixture) -> None:
-    server.model = replace(server.model, path="/models/Qwen2.5-0.5B")
-    async with started(SGLangEngine([server.url], model_path="Qwen/Qwen2.5-0.5B")):
-        assert not caplog.records
-    with pytest.raises(EngineError, match=r"serves '/models/Qwen2\.5-0\.5B', but .*is 'other'.*check_model"):
-        await SGLangEngine([server.url], model_path="other").start()
-    unchecked = SGLangEngine([server.url], model_path="other", engine_kwargs={"check_model": False})
-    async with started(unchecked):
-        assert "serves '/models/Qwen2.5-0.5B'" in caplog.text
 
 
 async def test_an_abort_by_somebody_else_keeps_what_was_sampled(
@@ -183,34 +170,6 @@ async def test_an_unhealthy_server(server: StubServer, engine: SGLangEngine, fau
     assert not await engine.health()
     server.faults = Faults()
     assert await engine.health()
-
-
-async def test_requests_that_fail_together_share_one_health_check(
-    server: StubServer, engine: SGLangEngine
-) -> None:
-    server.faults = Faults(error=1.0, error_status=502, unhealthy=True)
-    results = await asyncio.gather(
-        *(engine.generate([i], SAMPLING, request_id=str(i)) for i in range(64)), return_exceptions=True
-    )
-    assert {type(result) for result in results} == {EngineUnavailableError}
-    assert server.stats.health_checks < 16
-    server.faults = Faults()
-    assert len((await ask(engine)).token_ids) == 16
-
-
-async def test_aborting_everything_at_the_server_costs_no_token(
-    server: StubServer, engine: SGLangEngine
-) -> None:
-    """As a trainer does that pauses generation: the request goes on when it may."""
-    server.latency = Latency("fixed", 30.0)
-    interruptible = ContinuingEngine(engine)
-    task = asyncio.create_task(interruptible.generate([1], SAMPLING, request_id="a"))
-    await until(lambda: server.stats.in_flight == 1)
-    server.latency = Latency()
-    async with aiohttp.ClientSession(server.url) as client:
-        await client.post("/abort_request", json={"abort_all": True})
-    answer = await task
-    assert (len(answer.token_ids), answer.finish_reason) == (16, "stop")
 
 
 async def test_start_needs_one_server(server: StubServer, caplog: pytest.LogCaptureFixture) -> None:
