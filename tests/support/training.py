@@ -32,7 +32,8 @@ def batches_of(
 ) -> BatchesAhead:
     """Of four groups, tried again quickly; `update`, `start` and `close` are the generator's."""
     parts = {"update_weights": "update", "start": "start", "close": "close"}
-    generator = CallableGenerator(generate, **{part: options.pop(name, None) for part, name in parts.items()})
+    given = {part: options.pop(name) for part, name in parts.items() if name in options}
+    generator = CallableGenerator(generate, **given)
     options = {"groups_per_step": 4, "retry": QUICK, "weight_timeout": LONG_S, **options}
     return BatchesAhead(
         ShuffledPlan(rows, seed=5, epochs=epochs) if plan is None else plan, generator, **options

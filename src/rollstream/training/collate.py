@@ -1,6 +1,7 @@
 """Trajectories as padded tensors: by the names of GRPO loops (TRL's), and as verl's DataProto."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,23 +69,15 @@ def emission_views(trajectory: Trajectory) -> list[Trajectory]:
             )
             if at < end and max(until, at + 1) > start
         ]
-        views.append(
-            Trajectory(
-                prompt_ids=trajectory.prompt_ids + trajectory.response_ids[:start],
-                response_ids=trajectory.response_ids[start:end],
-                response_mask=[1] * (end - start),
-                response_logprobs=None if logprobs is None else logprobs[start:end],
-                messages=trajectory.messages,
-                finish_reason=trajectory.finish_reason,
-                policy_versions=versions or [(0, 0)],
-                is_snapshot=trajectory.is_snapshot,
-                num_turns=trajectory.num_turns,
-                reward=trajectory.reward,
-                reward_extra=trajectory.reward_extra,
-                metrics=trajectory.metrics,
-                extra=trajectory.extra,
-            )
+        view = replace(
+            trajectory,
+            prompt_ids=trajectory.prompt_ids + trajectory.response_ids[:start],
+            response_ids=trajectory.response_ids[start:end],
+            response_mask=[1] * (end - start),
+            response_logprobs=None if logprobs is None else logprobs[start:end],
+            policy_versions=versions or [(0, 0)],
         )
+        views.append(view)
     return views
 
 

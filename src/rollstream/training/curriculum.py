@@ -1,5 +1,6 @@
 """A plan that prefers prompts of the right difficulty, and learns which these are."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,11 +22,7 @@ def medium_first(success: Array, trained: int) -> Array:
 
 
 def easy_to_hard(groups: int) -> Weigh:
-    """Follows a target that falls from success 1 to 0 over so many trained groups; near it, weights are high.
-
-    Raises:
-        ConfigError: `groups` is not positive.
-    """
+    """Follows a target that falls from success 1 to 0 over so many trained groups; near it, weights are high."""
     if groups < 1:
         raise ConfigError(f"easy_to_hard over {groups} groups: at least 1")
 
@@ -48,9 +45,9 @@ class Curriculum(Plan):
         seed: of the draws.
         weigh: weights of rows by estimated success.
         success: estimates to begin with, one for each row, 0 to 1; None: 0.5 for all.
-        rate: how far one group's mean success moves its row's estimate, 0 < rate <= 1.
+        rate: how far one group's mean success (its mean reward, clipped to 0 to 1) moves its row's estimate,
+            0 < rate <= 1.
         floor: added to all weights, relative to the greatest: what is never drawn is never learnt about.
-        measure: success of a group, 0 to 1, of its rewards; None: their mean, clipped.
         length: positions there are; None: endless.
     """
 
@@ -63,7 +60,6 @@ class Curriculum(Plan):
         success: Sequence[float] | None = None,
         rate: float = 0.3,
         floor: float = 0.05,
-        measure: Callable[[Sequence[float]], float] | None = None,
         length: int | None = None,
     ) -> None:
         if rows < 1 or not 0 < rate <= 1 or floor < 0:
@@ -76,23 +72,20 @@ class Curriculum(Plan):
         self._success = self._first.copy()
         self._rate = rate
         self._floor = floor
-        self._measure = measure
         self._trained = 0
-        self._drawn: dict[int, int] = {}  # times, of rows that were drawn
+        self._drawn: Counter[int] = Counter()  # times, of rows
         self._decided: dict[int, PlannedGroup] = {}
         self.length = length
 
     def at(self, position: int) -> PlannedGroup:
-        if position < 0 or (self.length is not None and position >= self.length):
-            raise IndexError(f"position {position} is not in a plan of {self.length} positions")
         if position not in self._decided:
             weights = np.maximum(self._weigh(self._success, self._trained), 0.0)
             weights = np.cumsum(weights + self._floor * (weights.max() or 1.0))
             drawn = seeded(self._seed, position).random() * weights[-1]
-            index = int(np.searchsorted(weights, drawn, side="right"))
-            index = min(index, len(weights) - 1)  # a product may round up to the whole
-            self._decided[position] = PlannedGroup(position, self._drawn.get(index, 0), index)
-            self._drawn[index] = self._drawn.get(index, 0) + 1
+            # A product may round up to the whole.
+            index = min(int(np.searchsorted(weights, drawn, side="right")), len(weights) - 1)
+            self._decided[position] = PlannedGroup(position, self._drawn[index], index)
+            self._drawn[index] += 1
         return self._decided[position]
 
     def success(self, index: int) -> float:
@@ -102,22 +95,17 @@ class Curriculum(Plan):
     def observe(self, group: Group) -> None:
         """Learns from a group that was trained on; unscored rollouts say nothing."""
         self._trained += 1
-        self._learn(group)
+        self.observe_dropped(group)
 
     def observe_dropped(self, group: Group) -> None:
         """Learns from a group that a filter dropped: or what has no signal would be drawn for ever."""
-        self._learn(group)
-
-    def _learn(self, group: Group) -> None:
         rewards = [reward for reward in group.rewards if reward is not None]
         if rewards:
-            value = self._measure(rewards) if self._measure is not None else float(np.mean(rewards))
             before = self._success[group.index]
-            self._success[group.index] = before + self._rate * (min(1.0, max(0.0, value)) - before)
+            self._success[group.index] += self._rate * (np.clip(np.mean(rewards), 0.0, 1.0) - before)
 
     def forget(self, below: int) -> None:
-        for position in [position for position in self._decided if position < below]:
-            del self._decided[position]
+        self._decided = {position: group for position, group in self._decided.items() if position >= below}
 
     def identity(self) -> dict[str, Any]:
         return {"kind": "curriculum", "rows": len(self._success), "seed": self._seed}
@@ -127,8 +115,8 @@ class Curriculum(Plan):
         return {
             "trained": self._trained,
             "success": [[int(index), float(self._success[index])] for index in learnt],
-            "drawn": [[index, times] for index, times in sorted(self._drawn.items())],
-            "decided": [[one.position, one.epoch, one.index] for one in self._decided.values()],
+            "drawn": [list(item) for item in sorted(self._drawn.items())],
+            "decided": [[group.position, group.epoch, group.index] for group in self._decided.values()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -136,6 +124,5 @@ class Curriculum(Plan):
         self._success = self._first.copy()
         for index, success in state["success"]:
             self._success[index] = success
-        self._drawn = dict(state["drawn"])
-        decided = (PlannedGroup(*one) for one in state["decided"])
-        self._decided = {one.position: one for one in decided}
+        self._drawn = Counter(dict(state["drawn"]))
+        self._decided = {place[0]: PlannedGroup(*place) for place in state["decided"]}

@@ -58,8 +58,8 @@ class Group:
     @property
     def trained_rewards(self) -> list[float]:
         """All rewards that are trained on: of each trajectory that has one, a snapshot's own included."""
-        every = trajectories_of(self.rollouts) or self.rollouts
-        return [reward for reward in map(reward_of, every) if reward is not None]
+        rewards = map(reward_of, trajectories_of(self.rollouts) or self.rollouts)
+        return [reward for reward in rewards if reward is not None]
 
 
 @dataclass(slots=True)
@@ -101,32 +101,32 @@ def reward_of(rollout: Any) -> float | None:
 def unscored_share(rollouts: Sequence[Any]) -> float:
     """The share of rollouts that have no reward, 0 to 1; what could not have one does not count."""
     missing = [reward_of(one) is None for one in rollouts if hasattr(getattr(one, "final", one), "reward")]
-    return sum(missing) / len(missing) if missing else 0.0
+    return sum(missing) / max(1, len(missing))
 
 
 def trajectories_of(rollouts: Iterable[Any]) -> list[Any]:
     """All trajectories of `Rollout`s; of anything else, none."""
-    return [one for rollout in rollouts for one in getattr(rollout, "trajectories", ())]
+    return [trajectory for rollout in rollouts for trajectory in getattr(rollout, "trajectories", ())]
 
 
 def token_versions(rollouts: Iterable[Any]) -> list[int]:
     """The versions that the engine stamped on the tokens of `Rollout`s."""
-    return [version for one in trajectories_of(rollouts) for _, version in one.policy_versions]
+    return [version for each in trajectories_of(rollouts) for _, version in each.policy_versions]
 
 
 def count_tokens(rollouts: Iterable[Any]) -> int:
     """Prompt and response tokens of `Rollout`s."""
-    return sum(len(one.prompt_ids) + len(one.response_ids) for one in trajectories_of(rollouts))
+    return sum(len(each.prompt_ids) + len(each.response_ids) for each in trajectories_of(rollouts))
 
 
 class GroupGenerator(Protocol):
-    """Generates groups; all its coroutines run in one event loop, that of the generation thread."""
+    """Generates groups; all its coroutine functions run in one event loop, that of the generation thread."""
 
-    async def start(self) -> None:
+    def start(self) -> Awaitable[None]:
         """Gets ready; what it raises is raised by whoever starts the batches."""
         ...
 
-    async def generate(self, group: PlannedGroup) -> Sequence[Any]:
+    def generate(self, group: PlannedGroup) -> Awaitable[Sequence[Any]]:
         """The group's rollouts, one at least. Many run at once; cancelled when nobody wants them any more.
 
         Raises:
@@ -137,52 +137,31 @@ class GroupGenerator(Protocol):
         """
         ...
 
-    async def update_weights(self, source: str, version: int) -> None:
+    def update_weights(self, source: str, version: int) -> Awaitable[None]:
         """Gives the engine new weights; `source` is what the engine understands by it."""
         ...
 
-    async def close(self) -> None:
+    def close(self) -> Awaitable[None]:
         """Releases everything. Called once, also after a failed `start`."""
         ...
 
 
+async def _nothing() -> None:
+    return
+
+
+async def _only_the_version(source: str, version: int) -> None:
+    if source:
+        raise WeightUpdateError(f"this generator has no update_weights: it cannot load {source!r}")
+
+
+@dataclass(slots=True)
 class CallableGenerator:
-    """A generator of plain coroutine functions.
+    """A generator of plain coroutine functions."""
 
-    Args:
-        generate: the rollouts of a group.
-        update_weights: takes `(source, version)`; None: weights that the engine shares with the trainer, or
-            that somebody else pushes: only the version is kept.
-        start: called once before.
-        close: called once after.
-    """
-
-    def __init__(
-        self,
-        generate: Callable[[PlannedGroup], Awaitable[Sequence[Any]]],
-        *,
-        update_weights: Callable[[str, int], Awaitable[None]] | None = None,
-        start: Callable[[], Awaitable[None]] | None = None,
-        close: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        self._generate = generate
-        self._update_weights = update_weights
-        self._start = start
-        self._close = close
-
-    async def start(self) -> None:
-        if self._start is not None:
-            await self._start()
-
-    async def generate(self, group: PlannedGroup) -> Sequence[Any]:
-        return await self._generate(group)
-
-    async def update_weights(self, source: str, version: int) -> None:
-        if self._update_weights is not None:
-            await self._update_weights(source, version)
-        elif source:
-            raise WeightUpdateError(f"this generator has no update_weights: it cannot load {source!r}")
-
-    async def close(self) -> None:
-        if self._close is not None:
-            await self._close()
+    generate: Callable[[PlannedGroup], Awaitable[Sequence[Any]]]
+    """The rollouts of a group."""
+    update_weights: Callable[[str, int], Awaitable[None]] = _only_the_version
+    """Takes `(source, version)`; the default is for weights that the engine shares, or that somebody else pushes."""
+    start: Callable[[], Awaitable[None]] = _nothing
+    close: Callable[[], Awaitable[None]] = _nothing

@@ -39,24 +39,8 @@ class _GroupActor:
         self._version = -1  # of the weights that were loaded
         self._changing = asyncio.Lock()
 
-    async def start(self) -> None:
-        await self._get_ready(None)
-
-    async def generate(self, group: PlannedGroup, weights: tuple[str, int] | None) -> Sequence[Any]:
-        return await (await self._get_ready(weights)).generate(group)
-
-    async def update_weights(self, source: str, version: int) -> None:
-        await self._get_ready((source, version), anew=True)
-
-    async def close(self) -> None:
-        if self._generator is not None:
-            await self._generator.close()
-
-    async def _get_ready(self, weights: tuple[str, int] | None, *, anew: bool = False) -> GroupGenerator:
-        """The generator, started, with `weights` or newer ones; with `anew`, they are loaded in any case."""
-        version = -1 if weights is None else weights[1]
-        if self._generator is not None and self._version >= version and not anew:
-            return self._generator
+    async def get_ready(self, weights: tuple[str, int] | None = None, *, anew: bool = False) -> None:
+        """Starts the generator and loads `weights`, if its own are older; with `anew` in any case."""
         async with self._changing:  # one that was cut off may still be at it
             if self._generator is None:
                 generator = self._make()
@@ -66,10 +50,19 @@ class _GroupActor:
                     await generator.close()
                     raise
                 self._generator = generator
-            if weights is not None and (anew or self._version < version):
+            if weights is not None and (anew or self._version < weights[1]):
                 await self._generator.update_weights(*weights)
-                self._version = version
-            return self._generator
+                self._version = weights[1]
+
+    async def generate(self, group: PlannedGroup, weights: tuple[str, int] | None) -> Sequence[Any]:
+        if self._generator is None or (weights is not None and self._version < weights[1]):
+            await self.get_ready(weights)
+        assert self._generator is not None
+        return await self._generator.generate(group)
+
+    async def close(self) -> None:
+        if self._generator is not None:
+            await self._generator.close()
 
 
 class RayGroups:
@@ -109,10 +102,10 @@ class RayGroups:
         self._joined = True
         kind = import_ray().remote(_GroupActor).options(**self._options)
         self._actors = [kind.remote(self._make) for _ in range(self._count)]
-        await asyncio.gather(*(_answer(actor.start) for actor in self._actors))
+        await asyncio.gather(*(_answer(actor.get_ready) for actor in self._actors))
 
     async def generate(self, group: PlannedGroup) -> Sequence[Any]:
-        number = min(range(self._count), key=lambda one: self._in_flight[one])
+        number = min(range(self._count), key=self._in_flight.__getitem__)
         self._in_flight[number] += 1
         try:
             return await _answer(self._actors[number].generate, group, self._weights)  # type: ignore[no-any-return]
@@ -120,14 +113,15 @@ class RayGroups:
             self._in_flight[number] -= 1
 
     async def update_weights(self, source: str, version: int) -> None:
-        loads = [_answer(actor.update_weights, source, version) for actor in self._actors]
+        weights = (source, version)
+        loads = [_answer(actor.get_ready, weights, anew=True) for actor in self._actors]
         # All of them are waited for, if one fails too: what came late would overwrite what is newer.
         for outcome in await asyncio.gather(*loads, return_exceptions=True):
             if isinstance(outcome, TransientError):  # an actor is away until Ray has restarted it
                 raise EngineUnavailableError(str(outcome)) from outcome
             if isinstance(outcome, BaseException):
                 raise outcome
-        self._weights = (source, version)
+        self._weights = weights
 
     async def close(self) -> None:
         closing = [_answer(actor.close) for actor in self._actors]
@@ -140,7 +134,7 @@ class RayGroups:
             await self._cluster.close()
 
 
-async def _answer(method: Any, *args: Any) -> Any:
+async def _answer(method: Any, *args: Any, **options: Any) -> Any:
     """Awaits an actor's answer.
 
     Raises:
@@ -148,7 +142,7 @@ async def _answer(method: Any, *args: Any) -> Any:
         Exception: as it was raised in the actor.
     """
     try:
-        reference = submit(method, *args)
+        reference = submit(method, *args, **options)
         return await reference
     except asyncio.CancelledError:
         import_ray().cancel(reference)

@@ -1,7 +1,6 @@
 """Groups of rollouts: n for each prompt row, by the rollout worker with its retries and its waits for the engine."""
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
@@ -72,12 +71,10 @@ class RolloutGroups:
             raise ConfigError(
                 f"min_rollouts={least}, first={wanted}, n={n}: each at most the next, at least 1"
             )
-        if deadline is not None and deadline <= 0:
-            raise ConfigError(f"deadline={deadline}: more than 0 seconds")
-        if late not in ("drop", "partial"):
-            raise ConfigError(f"late={late!r}: 'drop' or 'partial'")
-        if max_in_flight < 1:
-            raise ConfigError(f"max_in_flight={max_in_flight}: at least 1")
+        if late not in ("drop", "partial") or max_in_flight < 1 or (deadline is not None and deadline <= 0):
+            raise ConfigError(
+                f"{late=}, {max_in_flight=}, {deadline=}: 'drop' or 'partial', at least 1, more than 0 seconds"
+            )
         self._make_worker = worker
         self._worker: RolloutWorker | None = None
         self._load_row = load_row
@@ -123,32 +120,28 @@ class RolloutGroups:
         return [rollout for group in groups for rollout in group.result()]
 
     async def _group(self, name: str, row: PromptRow, epoch: int) -> list[Rollout]:
-        loop, done, failures = asyncio.get_running_loop(), list[Rollout](), list[Failure]()
-        until = math.inf if self._deadline is None else loop.time() + self._deadline
-        tasks = [asyncio.create_task(self._one(row, epoch * self._n + place)) for place in range(self._n)]
-        pending = set(tasks)
+        done, failures = list[Rollout](), list[Failure]()
+        repeats = range(epoch * self._n, (epoch + 1) * self._n)
+        tasks = [asyncio.create_task(self._run(row, repeat)) for repeat in repeats]
+        # A group that has to be whole is hopeless with fewer.
+        most_failures = self._n - (self._wanted if self._least == self._wanted else 0)
         late = False
         try:
-            while pending and len(done) < self._wanted and not late:
-                left = None if until == math.inf else max(0.0, until - loop.time())
-                finished, pending = await asyncio.wait(
-                    pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
-                )
-                late = not finished
-                for task in finished:
-                    result = task.result()
+            async with asyncio.timeout(self._deadline) as limit:
+                for task in asyncio.as_completed(tasks):
+                    result = await task
                     (done if isinstance(result, Rollout) else failures).append(result)  # type: ignore[arg-type]
-                if self._least == self._wanted and self._n - len(failures) < self._wanted:
-                    break  # it cannot become whole any more
+                    if len(done) >= self._wanted or len(failures) > most_failures:
+                        break
+        except TimeoutError:
+            if not (late := limit.expired()):
+                raise
         finally:
+            pending = [task for task in tasks if task.cancel()]
             self.failed += len(failures)
             self.cut_off += len(pending)
-            for task in pending:
-                task.cancel()
-            if pending:
-                await asyncio.wait(pending)
-            for task in tasks:  # the first error is raised; asyncio would log the others, one by one
-                task.cancelled() or task.exception()
+            # The first error is raised; asyncio would log the others, one by one.
+            await asyncio.gather(*tasks, return_exceptions=True)
         done.sort(key=lambda rollout: rollout.repeat)
         enough = self._least if not late or self._late == "partial" else self._wanted
         if len(done) >= enough:
@@ -177,7 +170,7 @@ class RolloutGroups:
         if self._engine is not None:
             await self._engine.close()
 
-    async def _one(self, row: PromptRow, repeat: int) -> Rollout | Failure:
+    async def _run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
         async with self._places:
             if self._worker is None:
                 raise TrainingError("start() comes first")

@@ -47,46 +47,40 @@ class GroupRank(Policy, Protocol):
         ...
 
 
+@dataclass(slots=True)
 class NoSignal:
     """Drops groups whose rewards, those of snapshots included, are (nearly) all the same: nothing is learnt.
 
-    Args:
-        spread: the standard deviation of a group's rewards up to which it is dropped, >= 0.
-        unscored: what to do with a group in which fewer than two trajectories have a reward.
+    So are groups in which fewer than two trajectories have a reward.
     """
 
     name = "no_signal"
-
-    def __init__(self, *, spread: float = 0.0, unscored: bool = True) -> None:
-        self._spread = spread
-        self._unscored = unscored
+    spread: float = 0.0
+    """The standard deviation of a group's rewards up to which it is dropped, >= 0."""
 
     def drops(self, group: Group) -> str | None:
         rewards = group.trained_rewards
         if len(rewards) < 2:
-            return f"only {len(rewards)} of its trajectories have a reward" if self._unscored else None
-        if pstdev(rewards) <= self._spread:
+            return f"only {len(rewards)} of its trajectories have a reward"
+        if pstdev(rewards) <= self.spread:
             return f"its {len(rewards)} rewards are all {rewards[0]:g}, or nearly so"
         return None
 
 
+@dataclass(slots=True)
 class Priority:
     """Ranks groups by a function of theirs; among equals, the plan's order.
 
     Example:
         >>> most_signal = Priority("spread", lambda group: pstdev(map(float, group.rewards)))
-
-    Args:
-        name: of the policy.
-        priority: the greater, the sooner.
     """
 
-    def __init__(self, name: str, priority: Callable[[Group], float]) -> None:
-        self.name = name
-        self._priority = priority
+    name: str
+    priority: Callable[[Group], float]
+    """The greater, the sooner."""
 
     def rank(self, group: Group) -> float:
-        return -self._priority(group)
+        return -self.priority(group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,17 +42,12 @@ class Duration:
     mean: float
     """Seconds, > 0."""
     shape: float = 0.0
-    """Log-normal: sigma of the logarithm. Pareto: alpha, > 1; the smaller, the heavier its tail."""
+    """Log-normal: sigma of the logarithm, >= 0. Pareto: alpha, > 1; the smaller, the heavier its tail."""
 
     def __post_init__(self) -> None:
-        if self.kind not in _SHAPES:
-            raise ConfigError(f"no distribution {self.kind!r}: {', '.join(_SHAPES)}")
-        if not (self.mean > 0 and math.isfinite(self.mean)):
-            raise ConfigError(f"a mean of {self.mean} s: more than 0")
-        if self.kind == "pareto" and self.shape <= 1:
-            raise ConfigError(f"pareto with alpha={self.shape}: more than 1, or it has no mean")
-        if self.kind == "lognormal" and self.shape < 0:
-            raise ConfigError(f"lognormal with sigma={self.shape}: not negative")
+        least = {"pareto": math.nextafter(1.0, 2.0)}.get(self.kind, 0.0)
+        if self.kind not in _SHAPES or not 0 < self.mean < math.inf or self.shape < least:
+            raise ConfigError(f"{self}: {', '.join(_SHAPES)}; a mean > 0; sigma >= 0, alpha > 1")
 
     def draw(self, seed: int, position: int) -> float:
         """Seconds of the group at a position: a function of both, whoever asks, in whatever order."""
@@ -76,9 +71,7 @@ def parse_duration(text: str) -> Duration:
     """
     kind, *numbers = text.split(":") if ":" in text else ["constant", text]
     try:
-        mean, shape = (*map(float, numbers), _SHAPES.get(kind, 0.0))[:2]
-        if len(numbers) > 2:
-            raise ValueError
+        mean, shape = map(float, [*numbers, str(_SHAPES.get(kind, 0.0))][: max(2, len(numbers))])
     except ValueError:
         raise ConfigError(f"{text!r} is not SECONDS or KIND:MEAN[:SHAPE], as in lognormal:30:0.8") from None
     return Duration(kind, mean, shape)  # type: ignore[arg-type]  # it checks
@@ -107,14 +100,14 @@ class Setup:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.training_s < 0 or self.update_s < 0:
-            raise ConfigError("training and update times are not negative")
-        if self.slots is not None and self.slots < 1:
-            raise ConfigError(f"slots={self.slots}: at least 1")
+        for name in ("training_s", "update_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)}: seconds, at least 0")
+        for name in ("groups_per_step", "places", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: at least 1")
         if not 0 <= self.dropped < 1:
             raise ConfigError(f"dropped={self.dropped}: a share from 0 to below 1")
-        if self.steps < 1:
-            raise ConfigError(f"steps={self.steps}: at least 1")
 
     @property
     def places(self) -> int:
@@ -231,10 +224,13 @@ class Comparison:
         synchronous_s = self.by_ahead[0].step_s
         self.speed_up = synchronous_s / self.chosen.step_s
         """How many times faster than synchronous a step is."""
-        fastest = min(one.step_s for one in self.by_ahead.values())
-        as_good = [ahead for ahead, one in self.by_ahead.items() if one.step_s <= _AS_GOOD * fastest]
-        self.fewest_ahead = 0 if synchronous_s < _WORTH_IT * fastest else as_good[0]
+        fastest = min(prediction.step_s for prediction in self.by_ahead.values())
+        self.fewest_ahead = 0
         """Batches ahead beyond which a step gets no faster; 0: asynchrony does not pay."""
+        if synchronous_s >= _WORTH_IT * fastest:
+            self.fewest_ahead = next(
+                ahead for ahead, one in self.by_ahead.items() if one.step_s <= _AS_GOOD * fastest
+            )
 
     def to_json(self) -> dict[str, Any]:
         """All of it; keys may be numbers, which JSON writes as text."""
@@ -245,33 +241,33 @@ class Comparison:
             "fewest_ahead": self.fewest_ahead,
             **asdict(self.chosen),
             "synchronous": asdict(self.by_ahead[0]),
-            "by_ahead": {ahead: asdict(one) for ahead, one in self.by_ahead.items()},
+            "by_ahead": {ahead: asdict(prediction) for ahead, prediction in self.by_ahead.items()},
             "in_flight": asdict(self.in_flight),
             "first": asdict(self.first),
         }
 
     def table(self) -> str:
         """For people."""
-        setup, synchronous, ahead = self.setup, self.by_ahead[0], self.fewest_ahead
+        setup, synchronous = self.setup, self.by_ahead[0]
         rows = {
             "synchronous": synchronous,
-            **{f"ahead {one}, staleness <= {one}": self.by_ahead[one] for one in self.by_ahead if one},
+            **{f"ahead {ahead}, staleness <= {ahead}": self.by_ahead[ahead] for ahead in (1, 2, 4)},
             "as asked": self.chosen,
             "  weights in flight": self.in_flight,
             f"  and first, staleness <= {_SLACK * setup.ahead}": self.first,
         }
         lines = [f"{'':<26}{'step s':>9}{'speed-up':>10}{'trainer idle':>14}{'engine idle':>13}   staleness"]
-        for name, one in rows.items():
+        for name, row in rows.items():
             lines.append(
-                f"{name:<26}{one.step_s:>9.3g}{synchronous.step_s / one.step_s:>9.2f}x"
-                f"{100 * one.trainer_idle:>12.0f} %{100 * one.engine_idle:>11.0f} %   "
-                + ", ".join(f"{key}: {100 * share:.0f} %" for key, share in one.staleness.items())
+                f"{name:<26}{row.step_s:>9.3g}{synchronous.step_s / row.step_s:>9.2f}x"
+                f"{100 * row.trainer_idle:>12.0f} %{100 * row.engine_idle:>11.0f} %   "
+                + ", ".join(f"{key}: {100 * share:.0f} %" for key, share in row.staleness.items())
             )
         lines += [
             f"{'ideal':<26}{setup.ideal_s:>9.3g}{synchronous.step_s / setup.ideal_s:>9.2f}x",
             "",
             f"a step as asked: generation {setup.generation_s:.3g} s, training and update "
             f"{setup.training_s + setup.update_s:.3g} s, waits for an idle engine {self.chosen.drain_s:.3g} s",
-            f"fewest batches ahead that are as fast as any: {ahead or '0 (asynchrony does not pay)'}",
+            f"fewest batches ahead that are as fast as any: {self.fewest_ahead or '0 (asynchrony does not pay)'}",
         ]
         return "\n".join(lines)

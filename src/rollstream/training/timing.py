@@ -44,15 +44,13 @@ class StepTime:
 
     def numbers(self) -> dict[str, float]:
         """All of it, under names for a log."""
-        values = asdict(self)
-        for left_out in ("step", "total_s", "staleness", "engine_busy_s"):
-            del values[left_out]
+        left_out = ("step", "total_s", "staleness", "engine_busy_s")
+        values = {name: value for name, value in asdict(self).items() if name not in left_out}
         values |= {
             "step_s": self.total_s,
             "staleness_mean": mean(self.staleness),
             "staleness_max": max(self.staleness, default=0),
-            "trainer_idle": _share(self.wait_s + self.weights_s, self.total_s),
-            "engine_idle": 1.0 - _share(self.engine_busy_s, self.total_s),
+            **_idle_shares(asdict(self)),
         }
         return {f"rollstream/{name}": float(value) for name, value in values.items()}
 
@@ -88,17 +86,13 @@ class StepTimes:
 
     def summary(self) -> dict[str, Any]:
         """Means over all steps, shares and the histogram: JSON values."""
-        sums, total = self._sums, self._sums["total_s"]
-        return {
-            "steps": self._count,
-            **{name: self._mean(name) for name in sums},
-            "trainer_idle": _share(sums["wait_s"] + sums["weights_s"], total),
-            "engine_idle": 1.0 - _share(sums["engine_busy_s"], total) if self._count else 0.0,
-            "staleness": {str(key): self.histogram[key] for key in sorted(self.histogram)},
-        }
+        means = {name: total / max(1, self._count) for name, total in self._sums.items()}
+        staleness = {str(key): self.histogram[key] for key in sorted(self.histogram)}
+        return {"steps": self._count, **means, **_idle_shares(self._sums), "staleness": staleness}
 
     def table(self) -> str:
         """The means over all steps as a table for people."""
+        means = self.summary()
         lines = [f"{self._count} steps"]
         for name, text in (
             ("total_s", "step"),
@@ -107,28 +101,27 @@ class StepTimes:
             ("weights_s", "weight update"),
             ("engine_busy_s", "engine busy"),
         ):
-            share = f"{100 * _share(self._sums[name], self._sums['total_s']):.0f} %"
-            lines.append(f"  {text:<24}{self._mean(name):>9.3f} s{share:>7}")
-        lines.append(f"  {'a group, generation':<24}{self._mean('generation_s'):>9.3f} s")
-        lines.append(f"  {'a group, queue':<24}{self._mean('queue_s'):>9.3f} s")
-        lines.append(f"  {'staleness':<24}{format_histogram(self.histogram)}")
-        if self._sums["unscored"]:
-            lines.append(f"  {'rollouts not scored':<24}{100 * self._mean('unscored'):>9.1f} %")
+            share = _share(self._sums[name], self._sums["total_s"])
+            lines.append(f"  {text:<24}{means.get(name, 0.0):>9.3f} s{100 * share:>5.0f} %")
+        for name, text in (("generation_s", "a group, generation"), ("queue_s", "a group, queue")):
+            lines.append(f"  {text:<24}{means.get(name, 0.0):>9.3f} s")
+        groups = self.histogram.total()
+        shares = [f"{key}: {100 * self.histogram[key] / groups:.0f} %" for key in sorted(self.histogram)]
+        lines.append(f"  {'staleness':<24}{', '.join(shares) or '-'}")
+        if unscored := means.get("unscored"):
+            lines.append(f"  {'rollouts not scored':<24}{100 * unscored:>9.1f} %")
         return "\n".join(lines)
-
-    def _mean(self, name: str) -> float:
-        return self._sums[name] / max(1, self._count)
-
-
-def format_histogram(histogram: Counter[int]) -> str:
-    """`0: 25 %, 1: 75 %`."""
-    groups = histogram.total()
-    return ", ".join(f"{key}: {100 * histogram[key] / groups:.0f} %" for key in sorted(histogram)) or "-"
 
 
 def mean(values: Collection[float]) -> float:
     """The mean; 0 of nothing."""
     return fmean(values) if values else 0.0
+
+
+def _idle_shares(seconds: dict[str, Any]) -> dict[str, float]:
+    total = seconds["total_s"]
+    engine = 1.0 - _share(seconds["engine_busy_s"], total) if total else 0.0
+    return {"trainer_idle": _share(seconds["wait_s"] + seconds["weights_s"], total), "engine_idle": engine}
 
 
 def _share(part: float, whole: float) -> float:

@@ -24,7 +24,6 @@ def test_no_signal() -> None:
     assert policy.drops(group(1.0, 0.0)) is None
     assert policy.drops(group(1.0, None)) is not None
     assert policy.drops(group(1.0, None, 0.0)) is None
-    assert NoSignal(unscored=False).drops(group(None, None)) is None
     assert NoSignal(spread=0.1).drops(group(1.0, 0.9)) is not None
 
 

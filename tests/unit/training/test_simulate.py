@@ -142,16 +142,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'often' is not SECONDS" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("option", "given", "said"),
-    [
-        ("--groups", "0", "--groups 0: at least 1"),
-        ("--training", "nan", "--training nan: seconds, at least 0"),
-        ("--update", "-1", "--update -1: seconds, at least 0"),
-    ],
-)
-def test_the_command_names_the_option_that_was_given(
-    capsys: pytest.CaptureFixture[str], option: str, given: str, said: str
-) -> None:
-    assert main(["simulate", "--generation", "3", "--training", "1", option, given]) == 2
-    assert said in capsys.readouterr().err
+@pytest.mark.parametrize(("option", "value"), [("--groups", "0"), ("--training", "nan"), ("--update", "-1")])
+def test_the_command_refuses_what_cannot_be(option: str, value: str) -> None:
+    assert main(["simulate", "--generation", "3", "--training", "1", option, value]) == 2
