@@ -192,7 +192,7 @@ class BatchesAhead(GenerationThread):
         self._weight_timeout = weight_timeout
         self._failures = self._drops = 0  # one after the other
         self._engine_version = 0
-        self._updating: int | None = None  # the version on its way to the engine
+        self._updating = False
         self._sending: asyncio.Task[Any] | None = None  # the last update, which may be late
         self._held = False  # nothing is begun
         self._asked_at = self._busy_before = 0.0
@@ -370,13 +370,11 @@ class BatchesAhead(GenerationThread):
         began = drained = time.monotonic()
         self.raise_if_over()
         with self._changed:
-            if self._updating is not None:
-                raise WeightUpdateError(f"version {self._updating} is on its way to the engine already")
             if version < self._engine_version:
                 raise WeightUpdateError(
                     f"the engine is at version {self._engine_version}, which does not fall to {version}"
                 )
-            self._updating, self._held = version, self._drains
+            self._updating, self._held = True, self._drains
         try:
             if self._drains:
                 if not self._wait_for(lambda: None if self._schedule.generating else True, timeout):
@@ -573,7 +571,7 @@ class BatchesAhead(GenerationThread):
                 self._room.set
             )  # asking may make room, and so does what a batch takes while it fills up
             reason = schedule.blocked(self._engine_version)
-            if reason is not None and self._updating is None:
+            if reason is not None and not self._updating:
                 raise StalenessError(reason)
             return None
         begun = min(group.begun_at for group in batch.groups)
@@ -617,7 +615,7 @@ class BatchesAhead(GenerationThread):
     def _release(self) -> None:
         """Groups may be begun again."""
         with self._changed:
-            self._updating, self._held = None, False
+            self._updating = self._held = False
             self._moved()
 
     def _moved(self) -> None:

@@ -86,18 +86,6 @@ def test_ctrl_c_saves_a_checkpoint_if_asked(tmp_path: Path, capsys: pytest.Captu
     assert len(resumed.trained_rows) == 2 and resumed.trained_rows[0] != made.trained_rows[0]
 
 
-def test_ctrl_c_in_a_last_batch_that_is_cut_short_saves_a_checkpoint(tmp_path: Path) -> None:
-    """Batches of two steps, one step: the checkpoint owes the batch."""
-    changed = {"per_device_train_batch_size": 4, "steps_per_generation": 2}
-    made = trainer(tmp_path, rows(10), max_steps=1, save_on_interrupt=True, **changed)
-    made.add_callback(Told(signal.SIGINT, at="on_step_begin"))
-    with pytest.raises(KeyboardInterrupt):
-        made.train()
-    resumed = trainer(tmp_path, rows(10), max_steps=2, **changed)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
-    assert resumed.trained_rows == made.trained_rows
-
-
 def test_ctrl_c_after_the_last_step_saves_a_checkpoint(tmp_path: Path) -> None:
     made = trainer(tmp_path, rows(10), max_steps=1, save_on_interrupt=True)
     made.add_callback(Told(signal.SIGINT, at="on_train_end"))

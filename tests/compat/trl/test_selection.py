@@ -48,7 +48,7 @@ def test_names_and_ones_own(tmp_path: Path) -> None:
     def args(**changed: Any) -> Any:
         return settings(tmp_path, order="first", **changed)
 
-    assert make_policies(args()) == {"filters": [], "rank": None, "batch_size": None}
+    assert make_policies(args()) == {}
     policies = make_policies(args(group_filter="no_signal", group_priority="spread", batch_tokens=900))
     (drops_alike,) = policies["filters"]
     assert drops_alike.drops(group(1.0, 1.0)) and not drops_alike.drops(group(0.0, 1.0))

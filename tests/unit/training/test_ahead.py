@@ -9,7 +9,6 @@ import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -31,7 +30,6 @@ from rollstream.errors import (
 )
 from rollstream.training import (
     BatchesAhead,
-    Curriculum,
     FunctionPlan,
     Group,
     NoSignal,
@@ -102,18 +100,6 @@ def test_batches_in_the_plans_order_over_epochs(most: int) -> None:
         assert max(batches.staleness_histogram()) <= most
 
 
-def test_a_batch_has_all_trajectories_of_its_rollouts() -> None:
-    async def generate(group: PlannedGroup) -> list[Any]:
-        one, other = rollout_of(), rollout_of()
-        one.trajectories = [rollout_of().final, one.final]  # a snapshot first
-        return [one, other]
-
-    with batches_of(generate) as batches:
-        batch = batches.next_batch(LONG_S)
-    finals = [batch.trajectories[place] for place in range(12) if place % 3]
-    assert len(batch.trajectories) == 12 and finals == [one.final for one in batch.rollouts]
-
-
 def test_the_first_finished_go_first() -> None:
     release = Gate()
 
@@ -140,20 +126,6 @@ def test_a_finite_plan_ends_with_a_smaller_batch() -> None:
         assert seen == [4, 4, 2]
         with pytest.raises(PlanEndedError, match="batch 3"):
             batches.next_batch(LONG_S)
-
-
-def test_nothing_is_begun_beyond_what_may_be_trained_on() -> None:
-    with batches_of(max_staleness=1) as batches:
-        batch = batches.next_batch(LONG_S)
-        eventually(lambda: batches.counters.begun == 8)
-        let_it_begin(batches)
-        assert batches.counters.begun == 8
-        batches.trained(batch.step)
-        let_it_begin(batches)
-        assert batches.counters.begun == 8  # weights are on their way: what was begun now would be stale
-        batches.update_weights()
-        batches.next_batch(LONG_S)
-        eventually(lambda: batches.counters.begun == 12)
 
 
 def test_groups_at_once_are_bounded() -> None:
@@ -240,6 +212,13 @@ async def alike(group: PlannedGroup) -> list[Any]:
     return scored(1.0, 1.0)
 
 
+class SaysWhether(NoSignal):
+    """Not why."""
+
+    def drops(self, group: Group) -> Any:
+        return True
+
+
 def breaks_at_5(position: int) -> tuple[int, int]:
     if position == 5:
         raise ZeroDivisionError("the sampler")
@@ -266,9 +245,9 @@ REFILL = {"on_group_failure": "drop_and_refill"}
         (raising(NO_SERVER), {"group_timeout": 0.2}, "longer .* no server", asyncio.CancelledError),
         (refuses_to_be_cut_off, {"group_timeout": 0.2}, "longer than 0.2 s", ConnectionError),
         (returning([]), {}, r"\[\] for group 2 \(prompt \d+\)", GroupFailedError),
-        (returning(None), {}, "None for group 2", GroupFailedError),
         (returning(5), {}, "5 for group 2", GroupFailedError),
         (straggler, {}, "missed an update", StalenessError),
+        (alike, {"filters": [SaysWhether()]}, "no_signal", ConfigError),
         (echo, BROKEN_PLAN, "the sampler", ZeroDivisionError),
         (alike, {"filters": [NoSignal()], "max_drops": 9}, "10 groups were thrown away .* are all 1", TrainingError),
     ],
@@ -285,144 +264,6 @@ def test_what_goes_wrong_reaches_the_trainer_with_its_cause(
         assert batches.stop(LONG_S)
     if generate is broken:
         assert "in broken" in "".join(traceback.format_exception(raised.value))
-
-
-@pytest.mark.parametrize("ends", ["fails", "is stopped"])
-def test_a_waiting_trainer_is_woken(ends: str) -> None:
-    gate, told, begun, cut_off, closed = Gate(), list[BaseException](), Gate(), list[int](), list[bool]()
-
-    async def generate(group: PlannedGroup) -> list[int]:
-        try:
-            begun.set()
-            await gate.passed()
-        except asyncio.CancelledError:
-            cut_off.append(group.position)
-            raise
-        raise ValueError("now")
-
-    async def close() -> None:
-        closed.append(True)
-
-    batches = batches_of(generate, close=close)
-    batches.start()
-
-    def wait() -> None:
-        try:
-            batches.next_batch(None)
-        except TrainingError as error:
-            told.append(error)
-
-    submitted = batches.submit(forever())
-    trainer = threading.Thread(target=wait)
-    trainer.start()
-    eventually(lambda: batches.counters.begun == 8 and begun.is_set())
-    if ends == "fails":
-        gate.set()
-    else:
-        assert batches.stop(LONG_S)
-        assert sorted(cut_off) == list(range(8))
-    trainer.join(LONG_S)
-    assert isinstance(told[0], GenerationFailedError if ends == "fails" else GenerationStoppedError)
-    assert batches.stop(LONG_S)  # again is nothing
-    assert closed == [True] and not batches.alive and submitted.done()
-    with pytest.raises(GenerationStoppedError):
-        batches.submit(forever())
-
-
-def test_what_answers_a_stop_with_an_error_is_not_tried_again() -> None:
-    batches = batches_of(refuses_to_be_cut_off)
-    batches.start()
-    eventually(lambda: batches.counters.begun == 8)
-    let_it_begin(batches)
-    assert batches.stop(LONG_S)
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_nobody_waits_for_what_is_slow_to_end(fails: bool) -> None:
-    release, closing, closed = Gate(), Gate(), list[bool]()
-
-    async def generate(group: PlannedGroup) -> list[int]:
-        if fails and group.position == 3:
-            raise KeyError("broken")
-        try:
-            await forever()
-        finally:
-            await release.passed()
-        return []
-
-    async def close() -> None:
-        closing.set()
-        await asyncio.sleep(0.1)
-        closed.append(True)
-
-    batches = batches_of(generate, close=close)
-    batches.start()
-    if fails:
-        with pytest.raises(GenerationFailedError, match="broken"):
-            batches.next_batch(LONG_S)
-        assert not closing.is_set()
-    else:
-        eventually(lambda: batches.counters.begun == 8)
-        let_it_begin(batches)
-    assert batches.stop(timeout=0.1) is False
-    release.set()
-    assert closing.wait(LONG_S)
-    batches.stop(timeout=0.0)  # does not cut off how it cleans up
-    assert batches.stop(LONG_S) and closed
-
-
-def test_a_stop_that_comes_first_keeps_it_from_beginning() -> None:
-    batches = batches_of()
-    with pytest.raises(GenerationStoppedError, match=r"start\(\) comes first"):
-        batches.next_batch(0)
-    assert batches.stop()
-    with pytest.raises(GenerationStoppedError):
-        batches.start()
-    assert not batches.alive and batches.counters.begun == 0
-
-
-@pytest.mark.parametrize("takes_notice", [True, False])
-def test_a_stop_while_it_starts_ends_it(takes_notice: bool) -> None:
-    loading, closed = threading.Event(), list[bool]()
-
-    async def loads() -> None:
-        loading.set()
-        with nullcontext() if takes_notice else suppress(asyncio.CancelledError):
-            await forever()
-
-    async def close() -> None:
-        closed.append(True)
-
-    batches = batches_of(start=loads, close=close)
-    with ThreadPoolExecutor(1) as trainer:
-        starting = trainer.submit(batches.start)
-        assert loading.wait(LONG_S)
-        assert batches.stop(LONG_S) and closed
-        with pytest.raises(GenerationStoppedError):
-            starting.result(LONG_S)
-
-
-def test_a_generator_may_stop_it_itself(caplog: pytest.LogCaptureFixture) -> None:
-    async def generate(group: PlannedGroup) -> list[int]:
-        batches.stop()
-        return [group.index]
-
-    batches = batches_of(generate)
-    batches.start()
-    eventually(lambda: not batches.alive)
-    assert not caplog.text  # it has not been left behind
-
-
-def test_a_generator_is_closed_where_it_was_started() -> None:
-    """What it opens may be bound to a task, as a cancel scope is."""
-    tasks: list[asyncio.Task[Any] | None] = []
-
-    async def note() -> None:
-        tasks.append(asyncio.current_task())
-
-    with batches_of(start=note, close=note) as batches:
-        train(batches, 1)
-    assert len(tasks) == 2 and tasks[0] is tasks[1]
 
 
 def test_errors_that_may_pass_are_tried_again() -> None:
@@ -478,18 +319,6 @@ def test_only_failures_and_drops_in_a_row_count() -> None:
         max_groups_in_flight=1,  # one after the other, indeed
     ) as batches:
         assert train(batches, 2) == [[0, 3, 6, 9], [12, 15, 18, 21]]
-
-
-def test_a_thread_that_is_busy_is_not_said_to_be_blocked() -> None:
-    async def computes(group: PlannedGroup) -> list[int]:
-        while True:
-            sum(range(20_000))
-            await asyncio.sleep(0)
-
-    with batches_of(computes) as batches:
-        for _ in range(20):
-            with pytest.raises(BatchTimeoutError, match="the generation thread is well"):
-                batches.next_batch(0)
 
 
 def test_code_that_blocks_the_loop_is_named_and_left_behind() -> None:
@@ -559,41 +388,6 @@ def test_what_cannot_start_says_so(
         assert re.search("AttributeError: it has no session yet|SystemExit: 3", caplog.text)
 
 
-def test_ctrl_c_while_it_starts_ends_it() -> None:
-    closed, loading = [], threading.Event()
-
-    async def loads() -> None:
-        loading.set()
-        await forever()
-
-    async def close() -> None:
-        closed.append(True)
-
-    batches = batches_of(start=loads, close=close)
-    with interrupted(loading), pytest.raises(KeyboardInterrupt), batches:
-        pytest.fail("it has no end")
-    assert closed and not batches.alive
-
-
-def test_nothing_is_begun_before_the_first_weights_are_there() -> None:
-    seen: list[Any] = []
-
-    async def generate(group: PlannedGroup) -> list[int]:
-        seen.append(group.position)
-        return [group.index]
-
-    async def update(source: str, version: int) -> None:
-        await asyncio.sleep(0.05)
-        seen.append((source, version))
-
-    batches = batches_of(generate, update=update)
-    batches.start(weights="checkpoint")
-    with batches:
-        batches.next_batch(LONG_S)
-    assert seen[0] == ("checkpoint", 0)
-    assert sorted(seen[1:5]) == [0, 1, 2, 3]
-
-
 def test_a_program_that_forgets_to_stop_ends_all_the_same() -> None:
     code = (
         "import asyncio\n"
@@ -642,39 +436,6 @@ def test_groups_without_signal_are_replaced_exactly() -> None:
     batches_of(filters=[again]).load_state_dict(state)
     assert again.dropped == state["policies"]["no_signal"]["dropped"] >= 5
     batches_of(filters=[NoSignal()]).load_state_dict(state)  # it has nothing to remember
-
-
-class KeepsWhat(NoSignal):
-    """Says whether instead of why."""
-
-    def drops(self, group: Group) -> Any:
-        return len(set(group.rewards)) == 1
-
-
-def test_a_filter_that_says_whether_and_not_why_is_refused() -> None:
-    async def generate(group: PlannedGroup) -> list[Any]:
-        return scored(0.0, 1.0)
-
-    with batches_of(generate, filters=[KeepsWhat()]) as batches:
-        with pytest.raises(GenerationFailedError, match="no_signal") as failed:
-            batches.next_batch(LONG_S)
-        assert isinstance(failed.value.__cause__, ConfigError)
-
-
-def test_a_curriculum_stops_drawing_what_is_always_thrown_away() -> None:
-    drawn: list[int] = []
-
-    async def generate(group: PlannedGroup) -> list[Any]:
-        drawn.append(group.index)  # 30 of 40 prompts are always solved
-        return scored(1.0, 1.0) if group.index < 30 else scored(0.0, 1.0)
-
-    plan = Curriculum(40, seed=1)
-    with batches_of(
-        generate, plan=plan, groups_per_step=8, filters=[NoSignal()], max_drops=10_000
-    ) as batches:
-        train(batches, 40)
-    assert max(plan.success(index) for index in range(30)) > 0.9
-    assert sum(index < 30 for index in drawn[-200:]) < 100  # 150 of 200 would be by chance
 
 
 class Remembers(ShuffledPlan):
@@ -728,137 +489,16 @@ def test_a_rank_decides_among_the_finished() -> None:
         assert train(batches, 1) == [[12, 13, 14, 15]]
 
 
-def test_one_object_that_filters_and_ranks_learns_once() -> None:
-    class Both(NoSignal):
-        def __init__(self) -> None:
-            super().__init__()
-            self.told: list[int] = []
-
-        def rank(self, group: Group) -> float:
-            return 0.0
-
-        def observe(self, group: Group) -> None:
-            self.told.append(group.position)
-
-    both = Both()
-    with batches_of(every_third_without_signal, order="first", filters=[both], rank=both) as batches:
-        assert [position for batch in train(batches, 2) for position in batch] == both.told
-
-
-@pytest.mark.parametrize("most", [1, 4])
-def test_batches_by_tokens(most: int) -> None:
+def test_batches_by_tokens() -> None:
     async def generate(group: PlannedGroup) -> list[Any]:
         return [rollout_of(5), rollout_of(5 if group.position % 2 else 45)]  # 10 and 50 tokens in turns
 
     budget = TokenBudget(tokens=115, smallest=1, largest=4)
-    with batches_of(generate, groups_per_step=1, batch_size=budget, max_staleness=most, ahead=1) as batches:
+    with batches_of(generate, groups_per_step=1, batch_size=budget) as batches:
         assert train(batches, 3) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
 # --- weights
-
-
-def test_an_update_waits_for_an_idle_engine() -> None:
-    generating, seen = 0, []
-
-    async def generate(group: PlannedGroup) -> list[int]:
-        nonlocal generating
-        generating += 1
-        await asyncio.sleep(0.01)
-        generating -= 1
-        return [group.index]
-
-    async def update(source: str, version: int) -> None:
-        seen.append((source, version, generating))
-        await asyncio.sleep(0.02)
-        assert generating == 0  # nor is anything begun meanwhile
-
-    # Few at once, so that at any time more could be begun.
-    with batches_of(generate, update=update, max_staleness=2, max_groups_in_flight=2) as batches:
-        for step in range(4):
-            batches.trained(batches.next_batch(LONG_S).step)
-            batches.update_weights(f"weights {step}")
-            assert batches.engine_version == step + 1
-    assert seen == [(f"weights {step}", step + 1, 0) for step in range(4)]
-
-
-def test_or_comes_in_flight() -> None:
-    async def generate(group: PlannedGroup) -> list[int]:
-        while group.position == 5 and batches.engine_version < 1:
-            await asyncio.sleep(0.005)
-        return [group.index]
-
-    batches = batches_of(generate, weights="in_flight")
-    with batches:
-        train(batches, 1)  # with drain it would wait for group 5, which waits for it
-        assert batches.next_batch(LONG_S).staleness == [1, 1, 1, 1]  # stamped at dispatch, whatever came then
-
-
-def test_an_engine_that_does_not_get_idle_is_a_clear_error() -> None:
-    async def generate(group: PlannedGroup) -> list[int]:
-        if group.position == 5:
-            await forever()
-        return [group.index]
-
-    with batches_of(generate) as batches:
-        batches.trained(batches.next_batch(LONG_S).step)
-        eventually(lambda: batches.counters.finished == 7)
-        with pytest.raises(WeightUpdateError, match=r"1 groups are still being generated after 0.2 s"):
-            batches.update_weights(timeout=0.2)
-        assert batches.engine_version == 0
-
-
-def test_an_update_that_hangs_or_is_refused_is_a_clear_error_and_may_be_tried_again() -> None:
-    behaviours = ["hang", "refuse", "time out", "exit", "away", "away", "work"]
-
-    async def update(source: str, version: int) -> None:
-        match behaviours.pop(0):
-            case "hang":
-                await forever()
-            case "refuse":
-                raise ValueError("shapes differ")
-            case "time out":
-                raise TimeoutError("the server's own")
-            case "exit":
-                raise SystemExit(3)
-            case "away":
-                raise ExceptionGroup("replicas", [EngineUnavailableError("no server is there")])
-
-    with batches_of(update=update, weights="in_flight") as batches:
-        batches.trained(batches.next_batch(LONG_S).step)
-        said = ""
-        while "has been on its way" not in said:
-            with pytest.raises(
-                WeightUpdateError, match=r"has not taken version 1 within|is cut off"
-            ) as raised:
-                batches.update_weights("w", timeout=0.3)
-            said = str(raised.value)
-            assert len(behaviours) >= 6  # nothing is sent behind its back
-        with pytest.raises(WeightUpdateError, match="shapes differ") as raised:
-            batches.update_weights("w")
-        assert isinstance(raised.value.__cause__, ValueError)
-        for message in ("the server's own", "SystemExit of its own"):
-            with pytest.raises(WeightUpdateError, match=message):
-                batches.update_weights("w")
-        assert batches.engine_version == 0
-        batches.update_weights("w")  # waits for the engine that is away
-        assert (batches.engine_version, behaviours) == (1, [])
-        assert batches.next_batch(LONG_S).step == 1
-
-
-def test_an_engine_that_stays_away_is_an_error_of_the_update_in_time() -> None:
-    asked = []
-
-    async def update(source: str, version: int) -> None:
-        asked.append(version)
-        raise EngineUnavailableError("no server is there")
-
-    batches = batches_of(update=update, weights="in_flight", weight_timeout=2.0)
-    with pytest.raises(WeightUpdateError, match="no server is there") as raised, batches:
-        batches.trained(batches.next_batch(LONG_S).step)
-        batches.update_weights("w")
-    assert isinstance(raised.value.__cause__, EngineUnavailableError)
-    assert len(asked) >= 2
 
 
 def test_an_update_that_comes_late_never_overwrites_a_newer_one() -> None:
@@ -893,30 +533,6 @@ def test_an_update_that_comes_late_never_overwrites_a_newer_one() -> None:
         assert arrived == answered == ["w1", "w2"]
 
 
-def test_an_update_that_is_slow_to_be_cut_off_is_waited_for() -> None:
-    begun, ended, release = [], [], Gate()
-
-    async def update(source: str, version: int) -> None:
-        begun.append(source)
-        try:
-            if source == "first":
-                await forever()
-        finally:
-            if source == "first":
-                await release.passed()
-            ended.append(source)
-
-    with batches_of(update=update, weights="in_flight") as batches:
-        batches.trained(batches.next_batch(LONG_S).step)
-        for _ in range(3):
-            with pytest.raises(WeightUpdateError):
-                batches.update_weights("second" if begun else "first", timeout=0.2)
-        assert begun == ["first"]
-        release.set()
-        batches.update_weights("second")
-    assert begun == ended == ["first", "second"]
-
-
 def test_versions_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="version 7"):
         batches_of().start(engine_version=7)
@@ -934,26 +550,6 @@ def test_versions_that_cannot_be() -> None:
         batches.update_weights()
         with pytest.raises(WeightUpdateError, match="does not fall to 0"):
             batches.update_weights(version=0)
-
-
-def test_one_update_at_a_time() -> None:
-    gate, begun = Gate(), Gate()
-
-    async def update(source: str, version: int) -> None:
-        begun.set()
-        await gate.passed()
-
-    with batches_of(update=update) as batches:
-        batches.trained(batches.next_batch(LONG_S).step)
-        other = threading.Thread(target=batches.update_weights, args=("w",))
-        other.start()
-        assert begun.wait(LONG_S)
-        assert batches.engine_version == 0  # not before it is taken
-        with pytest.raises(WeightUpdateError, match="version 1 is on its way"):
-            batches.update_weights("w")
-        gate.set()
-        other.join(LONG_S)
-        assert batches.engine_version == 1
 
 
 def test_a_trainer_that_does_not_do_its_part_is_told_what_is_missing() -> None:
@@ -1008,52 +604,204 @@ def test_a_run_goes_on_where_its_state_was_saved() -> None:
 # --- what is seen
 
 
-def test_where_the_time_went() -> None:
+class Closing:
+    """Notes the tasks in which it was started and closed."""
+
+    def __init__(self, loads: bool = False) -> None:
+        self.loading, self.closed = threading.Event(), list[bool]()
+        self._loads = loads
+        self._task: Any = None
+
+    async def start(self) -> None:
+        self._task = asyncio.current_task()
+        self.loading.set()
+        if self._loads:
+            await forever()
+
+    async def close(self) -> None:
+        self.closed.append(asyncio.current_task() is self._task)  # what it opened may be bound to the task
+
+    def batches_of(self, *arguments: Any, **options: Any) -> BatchesAhead:
+        return batches_of(*arguments, start=self.start, close=self.close, **options)
+
+
+@pytest.mark.parametrize("ends", ["fails", "is stopped"])
+def test_a_waiting_trainer_is_woken_at_once(ends: str) -> None:
+    """Though what is in flight is slow to end."""
+    fails, release, generator = Gate(), Gate(), Closing()
+
+    async def generate(group: PlannedGroup) -> list[int]:
+        if group.position == 3:
+            await fails.passed()
+            raise ValueError("now")
+        try:
+            await forever()
+        finally:
+            await release.passed()
+        return []
+
+    batches = generator.batches_of(generate)
+    batches.start()
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(batches.next_batch, None)
+        submitted = batches.submit(forever())
+        eventually(lambda: batches.counters.begun == 8)
+        let_it_begin(batches)
+        if ends == "fails":
+            fails.set()
+        else:
+            assert batches.stop(timeout=0.1) is False
+        with pytest.raises(GenerationFailedError if ends == "fails" else GenerationStoppedError):
+            waiting.result(LONG_S)
+        assert not generator.closed
+        release.set()
+        assert batches.stop(LONG_S) and batches.stop(LONG_S)  # again is nothing
+    assert generator.closed == [True] and not batches.alive and submitted.done()
+    with pytest.raises(GenerationStoppedError):
+        batches.submit(forever())
+
+
+def test_a_stop_while_it_starts_ends_it_and_one_before_keeps_it_from_beginning() -> None:
+    generator = Closing(loads=True)
+    batches = generator.batches_of()
+    with ThreadPoolExecutor(1) as trainer:
+        starting = trainer.submit(batches.start)
+        assert generator.loading.wait(LONG_S)
+        assert batches.stop(LONG_S) and generator.closed == [True]
+        with pytest.raises(GenerationStoppedError):
+            starting.result(LONG_S)
+    never = batches_of()
+    with pytest.raises(GenerationStoppedError, match=r"start\(\) comes first"):
+        never.next_batch(0)
+    assert never.stop()
+    with pytest.raises(GenerationStoppedError):
+        never.start()
+    assert not never.alive
+
+
+def test_ctrl_c_while_it_starts_ends_it() -> None:
+    generator = Closing(loads=True)
+    batches = generator.batches_of()
+    with interrupted(generator.loading), pytest.raises(KeyboardInterrupt), batches:
+        pytest.fail("it has no end")
+    assert generator.closed and not batches.alive
+
+
+@pytest.mark.parametrize("weights", ["drain", "in_flight"])
+def test_weights_come_first_and_between_groups_or_tokens(weights: Any) -> None:
+    generating, seen = 0, list[Any]()
+
+    async def generate(group: PlannedGroup) -> list[int]:
+        nonlocal generating
+        seen.append(group.position)
+        generating += 1
+        while weights == "in_flight" and group.position == 5 and batches.engine_version < 1:
+            await asyncio.sleep(0.005)  # with drain the update would wait for it, and it for the update
+        await asyncio.sleep(0.01)
+        generating -= 1
+        return [group.index]
+
+    async def update(source: str, version: int) -> None:
+        seen.append((source, version))
+        await asyncio.sleep(0.02)
+        assert generating == 0 or weights == "in_flight"  # nor is anything begun meanwhile
+
+    # Few at once, so that at any time more could be begun.
+    batches = batches_of(generate, update=update, weights=weights, max_groups_in_flight=2)
+    batches.start(weights="checkpoint")
+    with batches:
+        for step in range(2):
+            batch = batches.next_batch(LONG_S)
+            assert max(batch.staleness) <= step
+            if weights == "in_flight" and step == 0:
+                eventually(lambda: 5 in seen)
+            elif weights == "in_flight":
+                assert batch.staleness[1] == 1  # stamped at dispatch, whatever came then
+            batches.trained(batch.step)
+            batches.update_weights(f"weights {step}")
+            assert batches.engine_version == step + 1
+    assert seen[0] == ("checkpoint", 0)
+    updates = [item for item in seen if isinstance(item, tuple)]
+    assert updates == [("checkpoint", 0), ("weights 0", 1), ("weights 1", 2)]
+
+
+def test_an_update_that_hangs_or_is_refused_is_a_clear_error_and_may_be_tried_again() -> None:
+    behaviours, last = ["hang", "refuse", "exit", "away for long", "away", "work"], ""
+
+    async def update(source: str, version: int) -> None:
+        nonlocal last
+        last = last if last == "away for long" and source == "first" else behaviours.pop(0)
+        match last:
+            case "hang":
+                await forever()
+            case "refuse":
+                raise ValueError("shapes differ")
+            case "exit":
+                raise SystemExit(3)
+            case "away" | "away for long":
+                raise ExceptionGroup("replicas", [EngineUnavailableError("no server is there")])
+
+    with batches_of(update=update, weights="in_flight") as batches:
+        batches.trained(batches.next_batch(LONG_S).step)
+        for message in ("has not taken version 1 within", "is cut off"):
+            with pytest.raises(WeightUpdateError, match=message):
+                batches.update_weights("w", timeout=0.3)
+            assert len(behaviours) == 5  # nothing is sent behind its back
+        for message in ("shapes differ", "SystemExit of its own"):
+            with pytest.raises(WeightUpdateError, match=message) as raised:
+                batches.update_weights("w")
+            assert raised.value.__cause__ is not None
+        with pytest.raises(WeightUpdateError, match="replicas"):
+            batches.update_weights("first", timeout=0.5)
+        assert batches.engine_version == 0
+        batches.update_weights("w")  # waits for the engine that is away
+        assert (batches.engine_version, behaviours) == (1, [])
+        assert batches.next_batch(LONG_S).step == 1
+
+
+def test_an_engine_that_does_not_get_idle_is_a_clear_error() -> None:
+    async def generate(group: PlannedGroup) -> list[int]:
+        if group.position == 5:
+            await forever()
+        return [group.index]
+
+    with batches_of(generate) as batches:
+        batches.trained(batches.next_batch(LONG_S).step)
+        eventually(lambda: batches.counters.finished == 7)
+        with pytest.raises(WeightUpdateError, match=r"1 groups are still being generated after 0.2 s"):
+            batches.update_weights(timeout=0.2)
+        assert batches.engine_version == 0
+
+
+# --- what is seen
+
+
+def test_where_the_time_went_and_what_waits_in_memory() -> None:
     async def generate(group: PlannedGroup) -> list[Any]:
         await asyncio.sleep(0.02)
-        return scored(None if group.position == 0 else 1.0, 1.0)
+        return [rollout_of(3), rollout_of(4)]
 
     async def update(source: str, version: int) -> None:
         await asyncio.sleep(0.02)
 
-    with batches_of(generate, update=update, max_staleness=0) as batches:
+    with batches_of(generate, update=update, token_versions="ignore") as batches:
         assert batches.under_way is None and batches.times.last() == {}
+        assert batches.get_average_generation_time() == 0.0
         for step in range(3):
+            eventually(lambda: len(batches.waiting) == 8)
+            assert batches.get_pending_count() == 0
             batch = batches.next_batch(LONG_S)
+            assert len(batch.trajectories) == len(batch.rollouts) == 8
+            under_way = batches.under_way
+            assert under_way is not None and under_way.step == step
+            assert under_way.numbers()["rollstream/waiting_rollouts"] == len(batches.waiting) * 2
+            assert under_way.numbers()["rollstream/waiting_tokens"] == len(batches.waiting) * 7
             time.sleep(0.04)
             batches.trained(batch.step)
             batches.update_weights()
-            under_way = batches.under_way
-            assert under_way is not None and under_way.step == step
-            assert under_way.numbers()["rollstream/unscored"] == (0.125 if step == 0 else 0.0)
     steps = batches.times.steps
     assert [step.step for step in steps] == [0, 1, 2]
     for one in steps:
         assert one.train_s >= 0.04 and one.weights_s >= 0.02 and one.generation_max_s >= 0.02
         assert one.total_s >= one.wait_s + one.train_s + one.weights_s and one.drain_s < 0.02
-        assert 0.0 < one.engine_busy_s < one.total_s - 0.04
     assert 0.02 <= batches.get_average_generation_time() < 0.5
-    assert "rollouts not scored" in batches.times.table()
-
-
-def test_what_is_pending_and_what_waits_in_memory() -> None:
-    gate = Gate()
-
-    async def generate(group: PlannedGroup) -> list[Any]:
-        if group.position == 6:
-            await gate.passed()
-        return [rollout_of(3), rollout_of(4)]
-
-    with batches_of(generate, token_versions="ignore") as batches:
-        assert batches.get_average_generation_time() == 0.0
-        eventually(lambda: batches.counters.finished == 7)
-        assert batches.get_pending_count() == 1  # batch 1; batch 0 is there
-        assert len(batches.waiting) == 7
-        batch = batches.next_batch(LONG_S)
-        assert len(batch.trajectories) == len(batch.rollouts) == 8
-        under_way = batches.under_way
-        assert under_way is not None
-        assert under_way.numbers()["rollstream/waiting_rollouts"] == 6
-        assert under_way.numbers()["rollstream/waiting_tokens"] == 21
-        gate.set()
-        eventually(lambda: batches.get_pending_count() == 0)

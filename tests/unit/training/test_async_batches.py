@@ -1,7 +1,6 @@
 """Batches by number, in real threads: what comes, and how each failure reaches who asks."""
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -176,29 +175,11 @@ def test_repeated_failure_ends_it_gracefully() -> None:
     assert batches.stop(LONG_S)
 
 
-def test_a_plain_function_that_hangs_fails_at_its_time_limit() -> None:
-    release = threading.Event()
-    try:
-        with generator(lambda request: release.wait(LONG_S), async_generation_timeout=0.2) as batches:
-            batches.submit_batch(BatchRequest(0))
-            with pytest.raises(GenerationFailedError, match=r"batch 0 took longer than 0\.2 s"):
-                batches.get_batch(0, timeout=LONG_S)
-    finally:
-        release.set()
-
-
 def test_a_reader_outlasts_the_time_limit_of_a_batch_and_hears_the_cause() -> None:
     with generator(hangs, use_async_generation=False, async_generation_timeout=0.2) as batches:
         batches.submit_batch(BatchRequest(0))
         with pytest.raises(GenerationFailedError, match=r"0\.2 s \(async_generation_timeout\)"):
             batches.get_batch(0)
-    with generator(hangs, num_steps_async=1) as batches:
-        for batch_id, state in ((0, "it is still being generated"), (1, "it waits for its turn")):
-            batches.submit_batch(BatchRequest(batch_id))
-            with pytest.raises(
-                BatchTimeoutError, match=f"within 0.5 s: {state}; the generation thread is well"
-            ):
-                batches.get_batch(batch_id, timeout=0.5)
 
 
 def test_start_and_stop() -> None:

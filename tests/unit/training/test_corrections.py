@@ -100,15 +100,6 @@ def test_extreme_ratios_stay_finite() -> None:
     assert ratios.dtype == np.float32
 
 
-def test_weights_make_an_expectation_the_trainers() -> None:
-    """What importance weights are for: the mean of a function under p from samples of q."""
-    rng = np.random.default_rng(0)
-    p, q, values = np.array([0.2, 0.3, 0.5]), np.array([0.4, 0.4, 0.2]), np.array([1.0, 5.0, -2.0])
-    sampled = rng.choice(3, size=(1, 200_000), p=q)
-    weights = truncated_is_weights(np.log(p)[sampled], np.log(q)[sampled], np.ones(sampled.shape), cap=10.0)
-    assert float((weights * values[sampled]).mean()) == pytest.approx(float(p @ values), abs=0.05)
-
-
 def test_stats() -> None:
     trainer, sampler = np.array([[-1.0, -2.0, 9.0]]), np.array([[-1.5, -1.0, 3.0]])
     stats = is_stats(trainer, sampler, np.array([[1, 1, 0]]))

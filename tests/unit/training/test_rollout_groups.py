@@ -142,14 +142,6 @@ async def test_a_group_that_is_cancelled_leaves_nothing_behind() -> None:
     assert engine.in_flight == 0
 
 
-async def test_rollouts_at_once_are_bounded_over_groups() -> None:
-    engine = ScriptedEngine(latency=0.01)
-    groups = groups_of(engine, max_in_flight=3)
-    await groups.start()
-    await asyncio.gather(*(groups.generate(PlannedGroup(p, 0, p)) for p in range(4)))
-    assert engine.peak_in_flight == 3
-
-
 async def test_weights_may_go_another_way() -> None:
     pushed = []
 
@@ -226,8 +218,8 @@ async def outage(engine: ScriptedEngine, seconds: float) -> None:
     asyncio.get_running_loop().call_later(seconds, engine.come_back)
 
 
-@pytest.mark.parametrize("seconds", [1.0, pytest.param(20.0, marks=pytest.mark.soak)])
-def test_an_engine_that_is_gone_for_a_while_costs_nothing_but_time(seconds: float) -> None:
+def test_an_engine_that_is_gone_for_a_while_costs_nothing_but_time() -> None:
+    seconds = 0.5
     engine = ScriptedEngine(latency=0.01)
     plan = ShuffledPlan(6)
     with BatchesAhead(plan, groups_of(engine), groups_per_step=3) as batches:

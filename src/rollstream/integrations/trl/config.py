@@ -13,8 +13,14 @@ def _setting(default: Any, meaning: str) -> Any:
     return field(default=default, metadata={"help": meaning})
 
 
-_COUNTS = ("num_steps_async", "async_max_queue_size", "max_failed_groups", "batch_tokens", "batch_groups_max")
-_NUMBERS = ("async_generation_timeout", "weight_sync_timeout", "sampler_ratio_min", "sampler_ratio_max")
+_CHOICES = {
+    "sampler_correction": ("ratio", "truncate", "mask", "none"),
+    "sampler_level": ("token", "sequence", "geometric"),
+    "weight_sync": ("drain", "in_flight"),
+    "order": ("plan", "first"),
+}
+_OPTIONAL_COUNTS = ("async_max_queue_size", "batch_tokens", "batch_groups_max")
+_SECONDS = ("async_generation_timeout", "weight_sync_timeout")
 
 
 @dataclass
@@ -106,63 +112,62 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in _COUNTS:
-            value = getattr(self, name)
-            unset = value is None and getattr(GRPOEnvConfig, name) is None
-            if not unset and (type(value) is not int or value < 0):
+        counts = [name for name in _OPTIONAL_COUNTS if getattr(self, name) is not None]
+        for name in ("num_steps_async", "max_failed_groups", *counts):
+            if type(value := getattr(self, name)) is not int or value < 0:
                 raise ConfigError(f"{name}={value!r}: a whole number, 0 or more")
-        for name in _NUMBERS:
-            if not isinstance(getattr(self, name), int | float):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: a number")
-        for name in ("async_generation_timeout", "weight_sync_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)}: more than 0 seconds")
-        if not 0 <= self.sampler_ratio_min < self.sampler_ratio_max:
-            raise ConfigError(
-                f"sampler_ratio_min={self.sampler_ratio_min} must be at least 0, and below "
-                f"sampler_ratio_max={self.sampler_ratio_max}"
-            )
-        if self.weights_dir is not None and not Path(self.weights_dir).is_dir():
-            raise ConfigError(f"weights_dir={self.weights_dir}: there is no such folder")
-        for name, values in (
-            ("sampler_correction", ("ratio", "truncate", "mask", "none")),
-            ("sampler_level", ("token", "sequence", "geometric")),
-            ("weight_sync", ("drain", "in_flight")),
-            ("order", ("plan", "first")),
-        ):
-            if getattr(self, name) not in values:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: one of {', '.join(values)}")
-        if self.use_vllm or self.use_transformers_continuous_batching:
-            raise ConfigError(
-                "use_vllm and use_transformers_continuous_batching are TRL's own ways to generate: the "
-                "environment's engine generates here (actor_rollout_ref.rollout.name)"
-            )
-        if self.generate_every % self.gradient_accumulation_steps:
-            raise ConfigError(
-                f"steps_per_generation * num_iterations = {self.generate_every} must be a multiple of "
-                f"gradient_accumulation_steps = {self.gradient_accumulation_steps}: batches end with a step"
-            )
-        if self.group_priority is not None and self.order != "first":
-            raise ConfigError(f"group_priority={self.group_priority} needs order='first'")
-        if self.batch_groups_max is not None and self.batch_tokens is None:
-            raise ConfigError("batch_groups_max is for batch_tokens")
-        if self.batch_tokens is not None and not self.steps_ahead:
-            raise ConfigError("batch_tokens needs num_steps_async=1 or more")
-        if not self.temperature > 0:
-            raise ConfigError(
-                f"temperature={self.temperature}: more than 0, or all rollouts of a group are one"
-            )
+        for name in _SECONDS:
+            if not isinstance(value := getattr(self, name), int | float) or not value > 0:
+                raise ConfigError(f"{name}={value!r}: a number, more than 0 seconds")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: one of {', '.join(choices)}")
         # Log-probs of a truncated distribution are of another policy than the one that is trained.
-        if self.top_p != 1.0 or self.top_k or self.min_p or self.repetition_penalty != 1.0:
-            raise ConfigError(
+        bent = self.top_p != 1.0 or self.top_k or self.min_p or self.repetition_penalty != 1.0
+        for wrong, message in (
+            (
+                not 0 <= self.sampler_ratio_min < self.sampler_ratio_max,
+                f"sampler_ratio_min={self.sampler_ratio_min}: at least 0, and below "
+                f"sampler_ratio_max={self.sampler_ratio_max}",
+            ),
+            (
+                self.weights_dir is not None and not Path(self.weights_dir).is_dir(),
+                f"weights_dir={self.weights_dir}: there is no such folder",
+            ),
+            (
+                self.use_vllm or self.use_transformers_continuous_batching or self.generation_kwargs,
+                "use_vllm, use_transformers_continuous_batching and generation_kwargs are for TRL's own ways to "
+                "generate: the environment's engine generates here, by actor_rollout_ref.rollout.*",
+            ),
+            (
+                self.generate_every % self.gradient_accumulation_steps,
+                f"steps_per_generation * num_iterations = {self.generate_every} must be a multiple of "
+                f"gradient_accumulation_steps = {self.gradient_accumulation_steps}: batches end with a step",
+            ),
+            (
+                self.group_priority is not None and self.order != "first",
+                f"group_priority={self.group_priority} needs order='first'",
+            ),
+            (
+                self.batch_groups_max is not None and self.batch_tokens is None,
+                "batch_groups_max is for batch_tokens",
+            ),
+            (
+                self.batch_tokens is not None and not self.steps_ahead,
+                "batch_tokens needs num_steps_async=1 or more",
+            ),
+            (
+                not self.temperature > 0,
+                f"temperature={self.temperature}: all rollouts of a group would be one",
+            ),
+            (
+                bent,
                 "top_p, top_k, min_p and repetition_penalty change the sampled distribution, and the loss "
-                "knows the model's own: leave them off"
-            )
-        if self.generation_kwargs:
-            raise ConfigError(
-                f"generation_kwargs={self.generation_kwargs!r} are for TRL's own ways to generate: the "
-                "environment's engine generates here, by actor_rollout_ref.rollout.* (stop, engine_kwargs, …)"
-            )
+                "knows the model's own: leave them off",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(message)
 
     @property
     def steps_ahead(self) -> int:

@@ -110,22 +110,20 @@ class RolloutEnvironment:
         tree: dict[str, Any] = {"actor_rollout_ref": {"rollout": values}}
         if self._given.actor_rollout_ref.rollout.launch.server == "rollstream":
             if trainer.weights_dir is None:
-                raise ConfigError(
-                    "weights_dir: servers of `rollstream serve` load weights from below it: set it"
-                )
+                raise ConfigError("servers of `rollstream serve` load weights from below weights_dir: set it")
             values["launch"] = {"args": {"weights": [trainer.weights_dir]}}
         if self.engine_name in _SEEDED:
             tree["generation"] = {"seed": trainer.seed}
         if self._given.actor_rollout_ref.model.path is None:
             tree["actor_rollout_ref"]["model"] = {"path": trainer.model_path}
-        if trainer.template_kwargs:
-            given, own = dict(trainer.template_kwargs), self._given.data.apply_chat_template_kwargs
-            if own and own != given:
+        if theirs := dict(trainer.template_kwargs):
+            own = self._given.data.apply_chat_template_kwargs
+            if own and own != theirs:
                 raise ConfigError(
                     f"data.apply_chat_template_kwargs={own} in the environment, and chat_template_kwargs="
-                    f"{given} in the trainer's arguments: give one of them"
+                    f"{theirs} in the trainer's arguments: give one of them"
                 )
-            tree["data"] = {"apply_chat_template_kwargs": given}
+            tree["data"] = {"apply_chat_template_kwargs": theirs}
         return resolve_config(self._overrides, [*self._layers, tree])
 
     def refuse_data(self) -> None:
@@ -150,19 +148,13 @@ class RolloutEnvironment:
         rows = load_prompts(to_settings(resolve_config(self._overrides, self._layers)).data)
         if rows.has_images():
             raise ConfigError(NO_IMAGES)
+        names = ("data_source", "ground_truth", "extra_info", "agent_name", "tools_kwargs")
         return Dataset.from_list(
             [
                 {
                     "prompt": row.messages,
                     _PACKED: orjson.dumps(
-                        {
-                            "data_source": row.data_source,
-                            "ground_truth": row.ground_truth,
-                            "extra_info": row.extra_info,
-                            "agent_name": row.agent_name,
-                            "tools_kwargs": row.tools_kwargs,
-                            **row.columns,
-                        }
+                        {name: getattr(row, name) for name in names} | row.columns
                     ).decode(),
                 }
                 for row in map(rows.row, rows.order)
@@ -213,10 +205,8 @@ def refuse_sampling(sampling: SamplingParams, temperature: float) -> None:
     Raises:
         ConfigError: another temperature than the trainer's, or anything that changes the model's own probabilities.
     """
-    values = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")} | {
-        **sampling.extra
-    }
     known = {"temperature": temperature, "top_p": 1.0, "top_k": -1}
+    values = {**{name: getattr(sampling, name) for name in known}, **sampling.extra}
     other = [f"{name}={value!r:.100}" for name, value in values.items() if value != known.get(name)]
     if other:
         raise ConfigError(
@@ -253,14 +243,10 @@ def check_dataset(dataset: Any, sampling: SamplingParams) -> set[str]:
     if not isinstance(dataset, Dataset):
         raise ConfigError(
             "train_dataset must be a datasets.Dataset: prompts are generated ahead by their index, and a "
-            f"{type(dataset).__name__} has none (an IterableDataset becomes one by "
-            "Dataset.from_generator, or by datasets.load_dataset without streaming)"
+            f"{type(dataset).__name__} has none"
         )
     if "prompt" not in dataset.column_names:
-        raise ConfigError(
-            f"the dataset has no column 'prompt'; it has: {', '.join(dataset.column_names)} "
-            "(Dataset.rename_column gives one that name)"
-        )
+        raise ConfigError(f"the dataset has no column 'prompt'; it has: {', '.join(dataset.column_names)}")
     media = [name for name in (*IMAGE_COLUMNS, "videos", "audios") if name in dataset.column_names]
     if any(_is_there(value) for column in media for value in dataset[column]):
         raise ConfigError(NO_IMAGES)

@@ -83,7 +83,7 @@ def group_records(
     for group, staleness in zip(batch.groups, batch.staleness, strict=True):
         rollouts, row = group.rollouts, load_row(group.index)
         scored = [reward for reward in islice(left, len(rollouts)) if reward is not None]
-        versions = token_versions(rollouts)
+        versions = sorted(token_versions(rollouts))
         records.append(
             {
                 "index": group.index,
@@ -91,7 +91,7 @@ def group_records(
                 "mean": fmean(scored) if scored else None,
                 "spread": pstdev(scored) if scored else None,
                 "failed": sum(failure_of(rollout) is not None for rollout in rollouts),
-                "versions": [min(versions), max(versions)] if versions else [],
+                "versions": [versions[0], versions[-1]] if versions else [],
                 "prompt": _text(row.messages[-1])[:_PROMPT] if row.messages else "",
                 "scored": len(scored),
                 "staleness": staleness,

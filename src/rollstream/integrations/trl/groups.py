@@ -9,8 +9,7 @@ All of it runs in the event loop of `BatchesAhead`; `run_rows_from` and `cause_f
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from rollstream.rollout.worker import make_failure
 from rollstream.rollout.worker_host import BuiltWorker
 from rollstream.scratch import ScratchFolder
 from rollstream.training.ahead import BatchesAhead
-from rollstream.training.plan import FunctionPlan, PlannedGroup
+from rollstream.training.plan import PlannedGroup
 from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -44,14 +43,14 @@ class EnvironmentGroups:
     Args:
         environment: what rollouts are made of.
         trainer: what the trainer decides.
+        rows: how many prompt rows the training has.
         load_row: the prompt row of an index of the plan.
         lent_model: weights that the `hf` engine shares, instead of loading its own; None: it has its own.
         agent_names: of the loops that rows name, besides the default one: checked at start.
         max_failed_groups: groups in a row of which no rollout is left that are let pass.
         rollout_timeout: seconds for a rollout of a group with all its attempts, unless the environment sets
             `generation.attempt_timeout`.
-        rows: gives the training's prompt rows.
-        scores: an environment that can score none of them does not start. False: somebody else scores.
+        scores: an environment that can score none of the rows does not start. False: somebody else scores.
     """
 
     bounds_groups = True
@@ -61,24 +60,24 @@ class EnvironmentGroups:
         self,
         environment: RolloutEnvironment,
         trainer: TrainerSays,
+        rows: int,
         load_row: Callable[[int], PromptRow],
         *,
         lent_model: Any,
-        agent_names: Iterable[str],
+        agent_names: set[str],
         max_failed_groups: int,
         rollout_timeout: float,
-        rows: Callable[[], Iterable[PromptRow]],
         scores: bool,
     ) -> None:
         self._environment = environment
         self._trainer = trainer
+        self._rows = range(rows)
         self._load_row = load_row
         self._lent = lent_model
-        self._agent_names = set(agent_names)
+        self._agent_names = agent_names
         self._max_failed_groups = max_failed_groups
         self._failed_groups = 0  # in a row
         self._rollout_timeout = None if environment.limits_attempts else rollout_timeout
-        self._rows = rows
         self._scores = scores
         self._built: BuiltWorker | None = None
         self._opened = contextlib.AsyncExitStack()
@@ -91,11 +90,11 @@ class EnvironmentGroups:
         setup = await build_setup(settings, await load_agents(settings))
         self._opened.push_async_callback(setup.close)
         if self._scores:
-            await in_daemon_thread(check_scores, setup, self._rows())
+            await in_daemon_thread(check_scores, setup, map(self._load_row, self._rows))
         refuse_sampling(setup.sampling, self._trainer.temperature)
         setup.images = None  # what a tool shows could not be trained on
         _check_tokenizer(self._trainer.tokenizer, setup)
-        first = list(islice(self._rows(), LOOKED_AT))
+        first = [self._load_row(index) for index in self._rows[:LOOKED_AT]]
         for line in first_look(first, setup.tokenizer, scored=not isinstance(setup.reward, RuleReward)):
             logger.warning("%s", line)
         logs = ScratchFolder("trl")
@@ -106,23 +105,20 @@ class EnvironmentGroups:
         if not self.engine.capabilities.update_weights:
             name = self._environment.engine_name
             raise ConfigError(f"engine {name!r} takes no new weights: it would stay at the first ones")
-        built = build_worker(setup, self.engine, self._agent_names)
+        self._built = build_worker(setup, self.engine, self._agent_names)
         # One number of places for all: an evaluation comes while groups are generated ahead.
         self._places = asyncio.Semaphore(in_flight_limit(settings))
-        self._built = built
 
     async def generate(self, group: PlannedGroup) -> Sequence[Rollout]:
         row, n = self._load_row(group.index), self._trainer.n
         rows = [(row, group.epoch * n + place) for place in range(n)]
-        rollouts = await self._run_all(rows, self._rollout_timeout)
-        errors = _errors(rollouts)
+        rollouts, errors = await self._run_all(rows, self._rollout_timeout)
         self._failed_groups = self._failed_groups + 1 if len(errors) == n else 0
         if self._failed_groups > self._max_failed_groups:
             raise GroupFailedError(
                 f"{self._failed_groups} groups in a row failed whole (max_failed_groups="
                 f"{self._max_failed_groups}), the last one of row {group.index}: {errors[-1]}"
             )
-        _warn(errors, f"{n} rollouts of row {group.index}")
         return rollouts
 
     async def run_rows(self, rows: Sequence[PromptRow]) -> list[Rollout]:
@@ -131,11 +127,9 @@ class EnvironmentGroups:
         Raises:
             TrainingError: all failed; with a cause.
         """
-        rollouts = await self._run_all([(row, 0) for row in rows], None)
-        errors = _errors(rollouts)
+        rollouts, errors = await self._run_all([(row, 0) for row in rows], None)
         if rows and len(errors) == len(rows):
             raise TrainingError(f"all {len(rows)} rollouts failed, the last one {errors[-1]}")
-        _warn(errors, f"{len(rows)} rollouts")
         return rollouts
 
     async def update_weights(self, source: str, version: int) -> None:
@@ -150,14 +144,23 @@ class EnvironmentGroups:
     async def close(self) -> None:
         await self._opened.aclose()
 
-    async def _run_all(self, rows: Sequence[tuple[PromptRow, int]], seconds: float | None) -> list[Rollout]:
+    async def _run_all(
+        self, rows: Sequence[tuple[PromptRow, int]], seconds: float | None
+    ) -> tuple[list[Rollout], list[str]]:
+        """The rollouts, and the errors of those that failed."""
         tasks = [asyncio.ensure_future(self._run(row, repeat, seconds)) for row, repeat in rows]
         try:
-            return await asyncio.gather(*tasks)  # not a TaskGroup: a lost engine is raised as it is
+            rollouts = await asyncio.gather(*tasks)  # not a TaskGroup: a lost engine is raised as it is
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        errors = [error for error in map(failure_of, rollouts) if error is not None]
+        if errors:
+            first_line = errors[-1].partition("\n")[0]
+            message = "%d of %d rollouts, of row %d first, failed and do not count; the last one %s"
+            logger.warning(message, len(errors), len(rows), rows[0][0].index, first_line)
+        return rollouts, errors
 
     async def _run(self, row: PromptRow, repeat: int, seconds: float | None) -> Rollout:
         built = self._built
@@ -257,8 +260,8 @@ def stand_in(row: PromptRow, failure: Failure) -> Rollout:
 
 def failure_of(rollout: Rollout) -> str | None:
     """Why it failed, if it stands in for a rollout that did."""
-    error = rollout.final.extra.get(_FAILED)
-    return None if error is None else str(error)
+    error: str | None = rollout.final.extra.get(_FAILED)
+    return error
 
 
 def settled(rollout: Rollout) -> Rollout | Failure:
@@ -269,30 +272,13 @@ def settled(rollout: Rollout) -> Rollout | Failure:
     return Failure(index, repeat, key, rollout.attempts, "agent", error, traceback="", failed_at=0.0)
 
 
-def _errors(rollouts: Iterable[Rollout]) -> list[str]:
-    return [error for error in map(failure_of, rollouts) if error is not None]
-
-
-def _warn(errors: Sequence[str], of: str) -> None:
-    if errors:
-        logger.warning(
-            "%d of %s failed and do not count; the last one %s",
-            *(len(errors), of, errors[-1].partition("\n")[0]),
-        )
-
-
 def _check_tokenizer(trainers: Any, setup: RolloutSetup) -> None:
     """Refuses a tokenizer of the environment that is not the trainer's.
 
     A chat template that the environment names, alone or with a tokenizer, is meant to be another one.
-
-    Raises:
-        ConfigError: they differ.
     """
-    if trainers is None:
-        return
     model = setup.settings.actor_rollout_ref.model
-    different = setup.tokenizer.differences(trainers)
+    different = [] if trainers is None else setup.tokenizer.differences(trainers)
     if model.custom_chat_template is not None or model.tokenizer_path is not None:
         different = [what for what in different if what != "chat template"]
     if different:
@@ -310,16 +296,6 @@ def unwrap_engine(engine: Engine | None) -> Any:
 
 
 # --- from other threads than the environment's
-
-
-def nothing_ahead(groups: EnvironmentGroups, weight_timeout: float) -> BatchesAhead:
-    """Runs an environment for `run_rows` alone: batches of an empty plan."""
-
-    def nothing(position: int) -> tuple[int, int]:
-        raise IndexError(position)
-
-    plan = FunctionPlan(nothing, identity={}, length=0)
-    return BatchesAhead(plan, groups, groups_per_step=1, weight_timeout=weight_timeout)
 
 
 @contextlib.contextmanager
@@ -345,11 +321,11 @@ def run_rows_from(
         TrainingError: its own, it took longer than `timeout` seconds, or generation has ended, with the cause.
     """
     with cause_first(batches):
-        asked = batches.submit(groups.run_rows(rows))
+        running = batches.submit(groups.run_rows(rows))
         try:
-            return asked.result(timeout)
+            return running.result(timeout)
         except TimeoutError:
-            if asked.done():
+            if running.done():
                 raise
-            asked.cancel()
+            running.cancel()
             raise TrainingError(f"{len(rows)} rollouts took longer than {timeout:g} s") from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollstream.errors import ConfigError
 from rollstream.integrations.trl.environment import read_row
-from rollstream.training import Curriculum, Group, GroupFilter, NoSignal, Plan, Priority, TokenBudget
+from rollstream.training import Curriculum, Group, NoSignal, Plan, Priority, TokenBudget
 from rollstream.training.curriculum import easy_to_hard, medium_first
 from rollstream.training.plan import FunctionPlan
 from rollstream.user_code import import_name
@@ -41,7 +41,7 @@ def check_prompts(saved: Sequence[str], prompts: Sequence[str]) -> None:
     changed = sum(before != now for before, now in zip(saved, prompts, strict=True))
     if changed * 2 > len(prompts):
         raise ConfigError(
-            f"the saved state is of another dataset: of {len(prompts)} rows looked at, {changed} are others"
+            f"the saved state is of another dataset: {changed} of {len(prompts)} rows are others"
         )
     if changed:
         logger.warning("%d of %d rows looked at have changed since the checkpoint", changed, len(prompts))
@@ -104,17 +104,9 @@ def make_plan(args: "GRPOEnvConfig", rows: int, *, batches: int, shuffle: bool) 
             "seed": args.seed if shuffle else None,
         }
         return FunctionPlan(replay.at, identity=identity, length=length)
-    weigh = find_curriculum(args.curriculum, max(1, batches * groups))
+    known = {"medium_first": medium_first, "easy_to_hard": easy_to_hard(max(1, batches * groups))}
+    weigh = _named("curriculum", args.curriculum, known)
     return Curriculum(rows, seed=args.seed, weigh=weigh, length=length)
-
-
-def find_curriculum(name: str, groups: int) -> Any:
-    """The function that weighs the rows of a training of so many groups.
-
-    Raises:
-        ConfigError: there is no such name.
-    """
-    return _named("curriculum", name, {"medium_first": medium_first, "easy_to_hard": easy_to_hard(groups)})
 
 
 def make_policies(args: "GRPOEnvConfig") -> dict[str, Any]:
@@ -123,18 +115,16 @@ def make_policies(args: "GRPOEnvConfig") -> dict[str, Any]:
     Raises:
         ConfigError: there is no such name.
     """
-    filters: list[GroupFilter] = []
-    if args.group_filter is not None:
-        filters.append(_named("group_filter", args.group_filter, {"no_signal": NoSignal})())
-    rank = None
-    if args.group_priority is not None:
-        priority = _named("group_priority", args.group_priority, {"spread": _spread})
-        rank = Priority(args.group_priority, priority)
-    budget = None
+    policies: dict[str, Any] = {}
+    if (name := args.group_filter) is not None:
+        policies["filters"] = [_named("group_filter", name, {"no_signal": NoSignal})()]
+    if (name := args.group_priority) is not None:
+        policies["rank"] = Priority(name, _named("group_priority", name, {"spread": _spread}))
     if args.batch_tokens is not None:
         smallest = args.groups_per_batch
-        budget = TokenBudget(args.batch_tokens, smallest, args.batch_groups_max or 4 * smallest)
-    return {"filters": filters, "rank": rank, "batch_size": budget}
+        largest = args.batch_groups_max or 4 * smallest
+        policies["batch_size"] = TokenBudget(args.batch_tokens, smallest, largest)
+    return policies
 
 
 def refuse_later_rewards(args: "GRPOEnvConfig", added: int) -> None:
@@ -148,8 +138,11 @@ def refuse_later_rewards(args: "GRPOEnvConfig", added: int) -> None:
         ConfigError: naming the settings.
     """
     weights = args.reward_weights or [1.0] * (added + 1)
-    chosen = {"curriculum": args.curriculum is not None, "group_filter": args.group_filter == "no_signal"}
-    chosen["group_priority"] = args.group_priority == "spread"
+    chosen = {
+        "curriculum": args.curriculum is not None,
+        "group_filter": args.group_filter == "no_signal",
+        "group_priority": args.group_priority == "spread",
+    }
     if any(weights[1:]) and any(chosen.values()):
         raise ConfigError(
             f"{', '.join(name for name in chosen if chosen[name])}: goes by the environment's reward, and "

@@ -28,16 +28,14 @@ def from_main(accelerator: Any, make: Callable[[], T]) -> T:
     from accelerate.utils import broadcast_object_list
 
     box: list[Any] = [None, None]
-    cause: Exception | None = None
     if accelerator.is_main_process:
         try:
             box[0] = make()
         except Exception as error:
-            cause = error
             box[1] = f"{type(error).__name__}: {error}"
+            broadcast_object_list(box, from_process=0)
+            raise
     broadcast_object_list(box, from_process=0)
-    if cause is not None:
-        raise cause
     if box[1] is not None:
         raise TrainingError(f"the main process failed: {box[1]}")
     made: T = box[0]

@@ -8,7 +8,7 @@ are of N rollouts, so it is given the final ones; each snapshot is a row of its 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ class BatchRows:
     @property
     def trained(self) -> int:
         """Trajectories that are trained on."""
-        return len(self.fields["env_failed"]) - sum(self.fields["env_failed"]) + len(self.snapshots)
+        return self.fields["env_failed"].count(False) + len(self.snapshots)
 
 
 def to_rows(rollouts: Sequence[Rollout], *, end_id: int) -> BatchRows:
@@ -72,22 +72,22 @@ def to_rows(rollouts: Sequence[Rollout], *, end_id: int) -> BatchRows:
     """
     finals, snapshots = list[dict[str, Any]](), list[Snapshot]()
     for place, rollout in enumerate(rollouts):
-        *earlier, final = rollout.trajectories
-        snapshots += [Snapshot(place, one.reward, _row(rollout, one, end_id)) for one in earlier]
-        row = _row(rollout, final, end_id)
+        *rows, last = [_row(rollout, trajectory, end_id) for trajectory in rollout.trajectories]
+        rewards = [trajectory.reward for trajectory in rollout.trajectories[:-1]]
+        snapshots += [Snapshot(place, reward, row) for reward, row in zip(rewards, rows, strict=True)]
         finals.append(
             {
-                "prompt_ids": row.prompt_ids,
-                "completion_ids": row.completion_ids,
-                "logprobs": row.logprobs,
-                "env_mask": row.mask,
-                "env_reward": final.reward,
-                "env_messages": final.messages,
-                "env_reward_extra": final.reward_extra,
+                "prompt_ids": last.prompt_ids,
+                "completion_ids": last.completion_ids,
+                "logprobs": last.logprobs,
+                "env_mask": last.mask,
+                "env_reward": rollout.final.reward,
+                "env_messages": rollout.final.messages,
+                "env_reward_extra": rollout.final.reward_extra,
                 "env_failed": failure_of(rollout) is not None,
             }
         )
-    fields = {name: [one[name] for one in finals] for name in finals[0]}
+    fields = {name: [final[name] for final in finals] for name in finals[0]}
     return BatchRows(fields, snapshots, _figures(rollouts))
 
 
@@ -99,28 +99,26 @@ def empty_row(end_id: int) -> Row:
 def _row(rollout: Rollout, trajectory: Trajectory, end_id: int) -> Row:
     if trajectory.response_logprobs is None:
         raise TrainingError(f"rollout ({rollout.index}, {rollout.repeat}) has no log-probs")
-    empty = empty_row(end_id)
-    prompt = list(trajectory.prompt_ids) or empty.prompt_ids
+    prompt = list(trajectory.prompt_ids) or [end_id]
     if not trajectory.response_ids:
-        return replace(empty, prompt_ids=prompt)
-    return Row(
-        prompt,
-        list(trajectory.response_ids),
-        list(trajectory.response_mask),
-        list(trajectory.response_logprobs),
-    )
+        return Row(prompt, [end_id], [0], [0.0])
+    columns = (trajectory.response_ids, trajectory.response_mask, trajectory.response_logprobs)
+    return Row(prompt, *map(list, columns))  # type: ignore[arg-type]
 
 
 def _figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    done = [rollout for rollout in rollouts if failure_of(rollout) is None]
-    metrics = [[one.metrics for one in rollout.trajectories] for rollout in done]
-    figures: dict[str, list[float]] = {
-        "trajectories": [len(rollout.trajectories) for rollout in done],
-        "turns": [sum(one.engine_calls for one in each) for each in metrics],
-        "tool_calls": [sum(one.tool_calls for one in each) for each in metrics],
-        "tool_errors": [sum(one.tool_errors for one in each) for each in metrics],
-        "tool_s": [sum(one.tool_s for one in each) for each in metrics],
+    done = [rollout.trajectories for rollout in rollouts if failure_of(rollout) is None]
+    names = {
+        "turns": "engine_calls",
+        "tool_calls": "tool_calls",
+        "tool_errors": "tool_errors",
+        "tool_s": "tool_s",
     }
+    figures = {
+        name: [sum(getattr(trajectory.metrics, metric) for trajectory in each) for each in done]
+        for name, metric in names.items()
+    }
+    figures["trajectories"] = [len(each) for each in done]
     means = {f"rollstream/{name}": fmean(values) if values else 0.0 for name, values in figures.items()}
     return {**means, "rollstream/failed": float(len(rollouts) - len(done))}
 
@@ -156,17 +154,17 @@ def append_rows(
     import torch
     from trl.trainer.utils import pad
 
-    ids = [row.completion_ids for row in rows]
+    prompts, completions = [row.prompt_ids for row in rows], [row.completion_ids for row in rows]
     grown = dict(output)
     for name, values, fill, side in (
-        ("prompt_ids", [row.prompt_ids for row in rows], pad_id, "left"),
-        ("prompt_mask", [[1] * len(row.prompt_ids) for row in rows], 0, "left"),
-        ("completion_ids", ids, pad_id, "right"),
-        ("completion_mask", [[1] * len(one) for one in ids], 0, "right"),
+        ("prompt_ids", prompts, pad_id, "left"),
+        ("prompt_mask", [[1] * len(ids) for ids in prompts], 0, "left"),
+        ("completion_ids", completions, pad_id, "right"),
+        ("completion_mask", [[1] * len(ids) for ids in completions], 0, "right"),
         ("tool_mask", [row.mask for row in rows], 1, "right"),
         ("sampling_per_token_logps", [row.logprobs for row in rows], 0.0, "right"),
     ):
-        tensors = [*output[name], *(torch.tensor(one).to(output[name]) for one in values)]
+        tensors = [*output[name], *(torch.tensor(value).to(output[name]) for value in values)]
         grown[name] = pad(tensors, fill, side, pad_to_multiple_of=multiple)
     return grown
 
@@ -199,7 +197,9 @@ def snapshot_advantages(
     import torch
     from trl.trainer.utils import nanstd
 
-    places = torch.tensor([one.rollout for one in snapshots], dtype=torch.long, device=rewards.device)
+    places = torch.tensor(
+        [snapshot.rollout for snapshot in snapshots], dtype=torch.long, device=rewards.device
+    )
     own = rewards.new_tensor([torch.nan if one.reward is None else one.reward for one in snapshots])
     outcome = rewards[places, 0]
     values = torch.cat([rewards, rewards[places]])

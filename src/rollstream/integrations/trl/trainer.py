@@ -9,7 +9,6 @@ A *batch* here is what TRL calls a generation batch: `steps_per_generation * num
 """
 
 import itertools
-import logging
 import math
 import sys
 from collections.abc import Sized
@@ -26,13 +25,7 @@ from trl.trainer import grpo_trainer
 
 from rollstream.errors import ConfigError, TrainingError
 from rollstream.evaluate import Samples, joined, samples_of, summarize
-from rollstream.integrations.trl.checkpoints import (
-    Interrupt,
-    how_to_resume,
-    last_whole,
-    read_state,
-    write_state,
-)
+from rollstream.integrations.trl import checkpoints, ranks
 from rollstream.integrations.trl.config import GRPOEnvConfig
 from rollstream.integrations.trl.environment import (
     IMAGE_COLUMNS,
@@ -43,23 +36,15 @@ from rollstream.integrations.trl.environment import (
     read_row,
 )
 from rollstream.integrations.trl.group_log import GroupLog, group_records
-from rollstream.integrations.trl.groups import (
-    EnvironmentGroups,
-    nothing_ahead,
-    run_rows_from,
-    settled,
-    stand_in,
-)
+from rollstream.integrations.trl.groups import EnvironmentGroups, run_rows_from, settled, stand_in
 from rollstream.integrations.trl.plan import (
     SamplerReplay,
     check_prompts,
-    find_curriculum,
     make_plan,
     make_policies,
     refuse_later_rewards,
     sample_prompts,
 )
-from rollstream.integrations.trl.ranks import failing_together, from_main
 from rollstream.integrations.trl.rows import (
     BatchRows,
     Fields,
@@ -77,10 +62,9 @@ from rollstream.stop_signals import ending_on_sigterm
 from rollstream.training.ahead import BatchesAhead
 from rollstream.training.corrections import is_stats, masked_is_weights, truncated_is_weights
 from rollstream.training.group import GroupBatch
+from rollstream.training.plan import FunctionPlan
 from rollstream.training.timing import StepTimes
 from rollstream.trajectory import PromptRow, SamplingParams
-
-logger = logging.getLogger(__name__)
 
 _ROLLOUT_SHARE = 0.8
 """The share of the time for a batch that one rollout of it may take. One that hangs has failed
@@ -91,11 +75,10 @@ _FILLS = TrainingError("it only fills up a batch")
 _EVALUATION_S = 3600.0
 """For the rollouts of one evaluation batch; the attempts in it have limits of their own."""
 
-_FLAT_BATCHES = 5
-"""Batches in a row without a difference to learn from: by chance it happens once or twice."""
-
 _MEANS_OF_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")
 """TRL's losses that divide by the number of rows. The others divide by tokens, of which an empty row has none."""
+
+_TRLS_OWN = ("rollout_func", "tools", "environment_factory")
 
 
 class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed by the type checker
@@ -130,42 +113,30 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         reward_funcs: Any = None,
         **others: Any,
     ) -> None:
-        for name in ("rollout_func", "tools", "environment_factory"):
-            if others.get(name) is not None:
-                raise ConfigError(
-                    f"{name} is TRL's own way to make rollouts: the environment makes them here, with tools of "
-                    "its own (docs/trl.md, Tools)"
-                )
+        if own := [name for name in _TRLS_OWN if others.get(name) is not None]:
+            raise ConfigError(f"{', '.join(own)}: the environment makes the rollouts, with tools of its own")
         if not isinstance(environment, RolloutEnvironment):
             raise ConfigError(
                 f"the second argument is the RolloutEnvironment, not {environment!r:.100}; reward functions "
                 "are reward_funcs=…"
             )
-        if args is None:
-            args = GRPOEnvConfig("grpo-env")
+        args = GRPOEnvConfig("grpo-env") if args is None else args
         if not isinstance(args, GRPOEnvConfig):
-            raise ConfigError(
-                f"args must be a GRPOEnvConfig, which takes all that GRPOConfig takes; it is a {type(args).__name__}"
-            )
+            raise ConfigError(f"args must be a GRPOEnvConfig; it is a {type(args).__name__}")
         if train_dataset is not None:
             environment.refuse_data()
         dataset = environment.dataset() if train_dataset is None else train_dataset
         sampling = SamplingParams(args.max_completion_length, args.temperature)
         every = [dataset, *datasets_of(others.get("eval_dataset"))]
         self._agent_names = set().union(*(check_dataset(one, sampling) for one in every))
-        SamplerReplay(len(dataset), args.groups_per_batch, seed=0, shuffle=False)  # says if there are too few
-        make_policies(args)  # and if there is no such filter, or curriculum
-        if args.curriculum is not None:
-            find_curriculum(args.curriculum, 1)
+        # What the training would refuse when it begins is refused here.
+        SamplerReplay(len(dataset), args.groups_per_batch, seed=0, shuffle=False)
+        make_plan(args, len(dataset), batches=1, shuffle=False)
+        make_policies(args)
         added = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
         refuse_later_rewards(args, len(added))
-        super().__init__(
-            model=model,
-            reward_funcs=[env_reward, *added],
-            args=args,
-            train_dataset=dataset,
-            **others,
-        )
+        funcs = [env_reward, *added]
+        super().__init__(model=model, reward_funcs=funcs, args=args, train_dataset=dataset, **others)
         self.rollout_func = _no_rollouts  # given to the constructor, TRL would warn of it
         self._environment = environment
         self._shares_weights = environment.engine_name == "hf"
@@ -173,10 +144,10 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             raise ConfigError(
                 "engine 'hf' shares the trainer's weights, which are sharded here: use a server"
             )
-        ranks = self.accelerator.num_processes
-        if args.batch_tokens is not None and args.num_generations % ranks:
+        self._rank, self._ranks = self.accelerator.process_index, self.accelerator.num_processes
+        if args.batch_tokens is not None and args.num_generations % self._ranks:
             raise ConfigError(
-                f"batch_tokens on {ranks} processes needs num_generations to be a multiple of that"
+                f"batch_tokens on {self._ranks} processes needs num_generations to be a multiple of that"
             )
         self._folder = FolderWeights(self.accelerator, args.weights_dir)
         self._shared: SharedWeights | None = None
@@ -186,27 +157,24 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._resumed: dict[str, Any] | None = None
         self._prompts: list[str] = []
         self._trained_batches = 0
-        self._batch_step = -1
+        self._delivered: GroupBatch | None = None  # the batch that is being trained, in the main process
+        self._rows: BatchRows | None = None  # its rollouts
         self._group_log = GroupLog(self.args.output_dir)
-        self._flat_batches = 0  # in a row, without signal
-        self._delivered: GroupBatch | None = None  # until its groups are noted
-        self._rows: BatchRows | None = None  # of the batch that is being trained
         self._rewards = torch.empty(0)
         self._unscored = 0.0
         self._skips_old_policy = False
         self._engine_step = self._saved_step = -1
         self._saving_waits = self._evaluation_waits = False
-        self._interrupt = Interrupt(enabled=args.save_on_interrupt)
-        self._evaluating = False  # with an engine of its own, outside of a training
+        self._interrupt = checkpoints.Interrupt(enabled=args.save_on_interrupt)
         self._evaluated_by: tuple[EnvironmentGroups, BatchesAhead] | None = None
+        self._evaluates_alone = False  # with an engine of its own, outside of a training
         self._judged: list[Samples] = []  # of an evaluation so far, in the main process
-        self.add_callback(
-            _Callback(
-                on_pre_optimizer_step=self._hold_engine,
-                on_optimizer_step=self._release_engine,
-                on_step_end=self._step_ended,
-            )
-        )
+        events = {
+            "on_pre_optimizer_step": self._hold_engine,
+            "on_optimizer_step": self._release_engine,
+            "on_step_end": self._step_ended,
+        }
+        self.add_callback(_Callback(**events))
 
     @property
     def batches(self) -> BatchesAhead | None:
@@ -233,12 +201,15 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._step, self._buffered_inputs, self._batches, self._resumed = 0, None, None, None
         self._saving_waits = self._evaluation_waits = False
         self._saved_step = -1
+        folder = self.args.output_dir
         try:
-            with ending_on_sigterm(), failing_together(self.accelerator), self._interrupt:
+            with ending_on_sigterm(), ranks.failing_together(self.accelerator), self._interrupt:
                 try:
                     if resume_from_checkpoint is True:
-                        last = from_main(self.accelerator, lambda: last_whole(self.args.output_dir))
-                        resume_from_checkpoint = True if last is None else last  # TRL says that there is none
+                        # Of none at all TRL says that there is none.
+                        resume_from_checkpoint = (
+                            self._from_main(lambda: checkpoints.last_whole(folder)) or True
+                        )
                     trained = super().train(resume_from_checkpoint, *arguments, **keywords)
                     if self._is_interrupted():
                         if self._saved_step != self.state.global_step:
@@ -249,7 +220,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
                     self._end_generation()
         except (KeyboardInterrupt, SystemExit):
             if self.accelerator.is_main_process:
-                sys.stderr.write(how_to_resume(self.args.output_dir, self.state.global_step) + "\n")
+                sys.stderr.write(checkpoints.how_to_resume(folder, self.state.global_step) + "\n")
             raise
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -264,16 +235,19 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._to_evaluate = len(rows) * self.num_generations_eval if isinstance(rows, Sized) else sys.maxsize
         try:
             output = super().evaluation_loop(dataloader, *arguments, **keywords)
-            figures = from_main(self.accelerator, lambda: summarize(joined(self._judged)).numbers())
+            figures = self._from_main(lambda: summarize(joined(self._judged)).numbers())
             prefix = keywords.get("metric_key_prefix", "eval")
             output.metrics.update({f"{prefix}_rollstream/{name}": one for name, one in figures.items()})
             return output
         finally:
             if self._evaluated_by is not None:
                 self._evaluated_by[1].stop()
-            self._evaluating, self._evaluated_by = False, None
+            self._evaluates_alone, self._evaluated_by = False, None
             if not self._generating:
                 self._folder.close()
+
+    def _from_main(self, make: Any) -> Any:
+        return ranks.from_main(self.accelerator, make)
 
     # --- rollouts in
 
@@ -295,7 +269,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             self._skips_old_policy = False
         output.pop("old_per_token_logps", None)
         if rows is not None:
-            self._log_groups()
+            if self._delivered is not None:
+                self._log_groups(self._delivered)
             output = self._with_snapshots(output, rows)
         return self._use_sampler_logprobs(output)
 
@@ -308,52 +283,36 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         """The process's part of the next batch: the dataset's rows, and what became of them."""
         if not self._generating:
             self._begin_generation()
-        indices, self._rows = from_main(self.accelerator, self._take_batch)
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        indices, self._rows = self._from_main(self._take_batch)
         if self.args.batch_tokens is not None:
-            local = len(indices) // ranks
-        if len(indices) != local * ranks:
-            raise TrainingError(f"a batch has {len(indices)} rollouts; {ranks} processes train {local} each")
-        mine = indices[rank * local : (rank + 1) * local]
+            local = len(indices) // self._ranks
+        if len(indices) != local * self._ranks:
+            raise TrainingError(
+                f"a batch has {len(indices)} rollouts; {self._ranks} processes train {local} each"
+            )
+        mine = indices[self._rank * local : (self._rank + 1) * local]
         # Rows are read once, and copied: TRL writes into them.
         examples = {index: self.train_dataset[index] for index in dict.fromkeys(mine)}
-        return [dict(examples[index]) for index in mine], take_slice(self._rows.fields, rank, ranks)
+        return [dict(examples[index]) for index in mine], self._slice(self._rows.fields)
+
+    def _slice(self, fields: Fields) -> Fields:
+        return take_slice(fields, self._rank, self._ranks)
 
     def _take_batch(self) -> tuple[list[int], BatchRows]:
         """In the main process: the next batch, whole."""
         assert self._batches is not None
-        batch = self._batches.next_batch(self.args.async_generation_timeout)
-        self._batch_step, self._delivered = batch.step, batch
+        batch = self._delivered = self._batches.next_batch(self.args.async_generation_timeout)
         rows = to_rows(batch.rollouts, end_id=self._tokenizer.eos_token_id)
         return [group.index for group in batch.groups for _ in group.rollouts], rows
 
-    def _log_groups(self) -> None:
+    def _log_groups(self, batch: GroupBatch) -> None:
         """In the main process, when a batch has its rewards: which groups the next steps are made of."""
-        batch, self._delivered = self._delivered, None
-        if batch is None:
-            return
         totals = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(1)
         unscored = self._rewards.isnan().all(1).tolist()
         rewards = [None if no else total for total, no in zip(totals.tolist(), unscored, strict=True)]
         first = self.state.global_step + 1
         steps = self.args.generate_every // self.args.gradient_accumulation_steps
-        groups = group_records(batch, rewards, self._load_row)
-        self._group_log.write(first, first + steps - 1, groups)
-        learnt = any(one["spread"] for one in groups) or any(
-            len(set(group.trained_rewards)) > 1 for group in batch.groups
-        )
-        self._flat_batches = 0 if learnt else self._flat_batches + 1
-        if self._flat_batches == _FLAT_BATCHES:
-            rows = [self._load_row(group.index) for group in batch.groups]
-            numbers = sum(type(row.ground_truth) in (int, float) for row in rows)
-            logger.warning(
-                "nothing was learnt from the last %d batches: within every group the rewards are the same (in the "
-                "first one %s). Is the reward right, and are the prompts neither too easy nor too hard?%s",
-                *(_FLAT_BATCHES, groups[0]["mean"]),
-                f" The ground truth is a number in {numbers} of {len(rows)} rows, and equals no text"
-                if numbers
-                else "",
-            )
+        self._group_log.write(first, first + steps - 1, group_records(batch, rewards, self._load_row))
 
     def _log_batch(self) -> None:
         """In the main process, when a batch has been trained: what it was, beside TRL's own numbers of it."""
@@ -378,9 +337,9 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         if self._generating:
             if self._ends(self.control) and self._engine_step != self.state.global_step:
                 self._give_weights()  # after the last step nobody else has
-        elif not (self._shares_weights or self._evaluating):
+        elif not (self._shares_weights or self._evaluates_alone):
             folder = self._folder.write(self.model, self.state.global_step)
-        self._evaluating = not self._generating
+        self._evaluates_alone = not self._generating
 
         def run() -> Fields:
             if self._generating:
@@ -390,7 +349,9 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
                 groups, batches = self._evaluated_by
             else:
                 groups = self._make_groups()
-                batches = nothing_ahead(groups, self.args.weight_sync_timeout)
+                nothing = FunctionPlan(lambda position: (0, position), identity={}, length=0)
+                timeout = self.args.weight_sync_timeout
+                batches = BatchesAhead(nothing, groups, groups_per_step=1, weight_timeout=timeout)
                 self._evaluated_by = groups, batches
                 batches.start(weights=folder)
             indexed = [replace(row, index=next(self._evaluation_indices)) for row in every]
@@ -401,33 +362,31 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             ]
             return to_rows(rollouts, end_id=self._tokenizer.eos_token_id).fields
 
-        fields = from_main(self.accelerator, run)
+        fields = self._from_main(run)
         failed = float(sum(fields["env_failed"]) - len(filling))
         self._metrics["eval"]["rollstream/failed"].append(failed)
-        return take_slice(fields, self.accelerator.process_index, self.accelerator.num_processes)
+        return self._slice(fields)
 
     # --- rewards, rows and the loss
 
-    def _calculate_rewards(
-        self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids_list: Any
-    ) -> Any:
+    def _calculate_rewards(self, inputs: list[dict[str, Any]], *completions: Any) -> Any:
         """The rewards of all processes, `[rollouts, functions]`; NaN for a failed rollout: it has no part in a mean.
 
         Raises:
             TrainingError: no rollout of a batch to train on has a reward, because the environment's raised.
         """
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        rewards = super()._calculate_rewards(inputs, *completions)
         failed = [int(bool(example.get("env_failed"))) for example in inputs]
-        everywhere = self.accelerator.gather(torch.tensor(failed, device=rewards.device))
-        self._rewards = rewards.masked_fill(everywhere[:, None] > 0, torch.nan)
-        unscored = self._rewards.isnan().all(dim=1) & (everywhere == 0)
+        everywhere = self.accelerator.gather(torch.tensor(failed, device=rewards.device)) > 0
+        self._rewards = rewards.masked_fill(everywhere[:, None], torch.nan)
+        unscored = self._rewards.isnan().all(dim=1) & ~everywhere
         share = float(unscored.float().mean())
         if not self.model.training:
             self._metrics["eval"]["rollstream/unscored"].append(share)
             return self._rewards
         self._unscored = share
-        if bool(unscored.any()) and bool((unscored | (everywhere > 0)).all()):
-            errors = gather_object([_reward_error(one) for one in inputs])
+        if bool(unscored.any()) and bool((unscored | everywhere).all()):
+            errors = gather_object([_reward_error(example) for example in inputs])
             if causes := [error for error in errors if error is not None]:
                 raise TrainingError(
                     f"none of the batch's {int(unscored.sum())} rollouts could be scored, so nothing would be "
@@ -441,8 +400,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         Each process has as many rows, and a multiple of the batch's micro-steps: empty rows fill up. Losses that
         are means over rows are scaled so that each trajectory has the same weight, and empty rows none.
         """
-        snapshots = rows.snapshots
-        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        snapshots, rank, ranks = rows.snapshots, self._rank, self._ranks
         local, steps = len(output["advantages"]), self.args.steps_per_generation
         total = math.ceil((local + math.ceil(len(snapshots) / ranks)) / steps) * steps
         if rows.trained and total * ranks != rows.trained:
@@ -450,7 +408,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         if total == local:
             return output
         pad_id = self._tokenizer.pad_token_id
-        mine = [self._as_masked(one.row, pad_id) for one in snapshots[rank::ranks]]
+        own = [self._as_masked(snapshot.row, pad_id) for snapshot in snapshots]
+        mine = own[rank::ranks]
         mine += [empty_row(self._tokenizer.eos_token_id)] * (total - local - len(mine))
         advantages = snapshot_advantages(
             self._rewards,
@@ -461,13 +420,12 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             aggregation=self.multi_objective_aggregation,
         )
         grown = append_rows(output, mine, pad_id=pad_id, multiple=self.pad_to_multiple_of)
-        finals, own = advantages.split([local * ranks, len(snapshots)])
+        finals, others = advantages.split([local * ranks, len(snapshots)])
         self._logs["advantages"].extend(finals.tolist())  # for log_completions, in the place of TRL's own
-        parts = [finals[rank * local : (rank + 1) * local], own[rank::ranks]]
+        known = torch.cat([finals[rank * local : (rank + 1) * local], others[rank::ranks]])
         grown["advantages"] = output["advantages"].new_zeros(total)
-        grown["advantages"][: local + len(parts[1])] = torch.cat(parts)
-        tokens = sum(sum(self._as_masked(one.row, pad_id).mask) for one in snapshots)
-        grown["num_items_in_batch"] = output["num_items_in_batch"] + tokens
+        grown["advantages"][: len(known)] = known
+        grown["num_items_in_batch"] = output["num_items_in_batch"] + sum(sum(row.mask) for row in own)
         if "ref_per_token_logps" in output:
             grown["ref_per_token_logps"] = self._reference_logprobs(grown)
         return grown
@@ -490,21 +448,19 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         TRL itself uses them with `use_vllm` only. The loss multiplies a token's advantage, so weights of
         tokens go into advantages of tokens.
         """
-        kind, sampled = self.args.sampler_correction, output["sampling_per_token_logps"]
+        args, sampled = self.args, output["sampling_per_token_logps"]
+        kind, level = args.sampler_correction, args.sampler_level
         if kind == "ratio":
             output["old_per_token_logps"] = sampled
+        elif kind != "none" or self._lasts_several_steps:
+            output["old_per_token_logps"] = self._logprobs_of(self.model, output)
+        if kind in ("ratio", "none"):
             return output
-        if kind == "none" and not self._lasts_several_steps:
-            return output
-        old = output["old_per_token_logps"] = self._logprobs_of(self.model, output)
-        if kind == "none":
-            return output
-        mask = output["completion_mask"] * output["tool_mask"]
-        level = self.args.sampler_level
+        old, mask = output["old_per_token_logps"], output["completion_mask"] * output["tool_mask"]
+        low, high = args.sampler_ratio_min, args.sampler_ratio_max
         if kind == "truncate":
-            weights = truncated_is_weights(old, sampled, mask, cap=self.args.sampler_ratio_max, level=level)
+            weights = truncated_is_weights(old, sampled, mask, cap=high, level=level)
         else:
-            low, high = self.args.sampler_ratio_min, self.args.sampler_ratio_max
             weights = masked_is_weights(old, sampled, mask, low=low, high=high, level=level)
         output["advantages"] = output["advantages"].unsqueeze(1) * weights
         mode = "train" if self.model.training else "eval"
@@ -513,15 +469,14 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         return output
 
     def _logprobs_of(self, model: Any, output: dict[str, Any]) -> torch.Tensor:
+        ids, mask = (
+            torch.cat([output[f"prompt_{kind}"], output[f"completion_{kind}"]], dim=1)
+            for kind in ("ids", "mask")
+        )
+        width, size = output["completion_ids"].size(1), self.args.per_device_train_batch_size
         with torch.no_grad():
-            logps, _, _ = self._get_per_token_logps_and_entropies(
-                model,
-                torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
-                torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
-                output["completion_ids"].size(1),
-                batch_size=self.args.per_device_train_batch_size,
-            )
-        found: torch.Tensor = logps
+            logprobs = self._get_per_token_logps_and_entropies(model, ids, mask, width, batch_size=size)[0]
+        found: torch.Tensor = logprobs
         return found
 
     def _get_per_token_logps_and_entropies(
@@ -544,8 +499,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
 
     def _hold_engine(self, *_: Any, **__: Any) -> None:
         if self._shared is not None:
-            last = (self._step % self.args.generate_every) == 0
-            self._shared.hold(self._trained_batches + (1 if last else 0))
+            last = self._step % self.args.generate_every == 0
+            self._shared.hold(self._trained_batches + last)
 
     def _release_engine(self, *_: Any, **__: Any) -> None:
         if self._shared is not None:
@@ -560,7 +515,11 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         """
         in_batch = self._step % self.args.generate_every != 0
         if in_batch and not self._ends(control):
-            self._postpone(control)
+            decides = control.should_evaluate and self.args.save_strategy == SaveStrategy.BEST
+            if control.should_save or decides:
+                self._saving_waits |= control.should_save
+                self._evaluation_waits |= control.should_evaluate
+                control.should_save = control.should_evaluate = False
             return
         if self._is_interrupted():
             control.should_save = control.should_training_stop = True
@@ -570,39 +529,35 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         if in_batch:
             return
         self._trained_batches += 1
-        if self._batches is not None:
-            self._batches.trained(self._batch_step)
+        if self._batches is not None and self._delivered is not None:
+            self._batches.trained(self._delivered.step)
         if not self._ends(control):
             self._give_weights()
         self._log_batch()
 
     def _is_interrupted(self) -> bool:
         """Whether the main process has noted a Ctrl-C, in every process."""
-        return self.args.save_on_interrupt and from_main(self.accelerator, lambda: self._interrupt.asked)
+        return self.args.save_on_interrupt and bool(self._from_main(lambda: self._interrupt.asked))
 
     def _ends(self, control: TrainerControl) -> bool:
         return bool(self.state.global_step >= self.state.max_steps or control.should_training_stop)
 
-    def _postpone(self, control: TrainerControl) -> None:
-        decides = control.should_evaluate and self.args.save_strategy == SaveStrategy.BEST
-        if control.should_save or decides:
-            self._saving_waits |= control.should_save
-            self._evaluation_waits |= control.should_evaluate
-            control.should_save = control.should_evaluate = False
+    def _write_weights(self) -> str:
+        """Has the weights as they are now where the engine finds them, as `update_weights` names that."""
+        self._engine_step = self.state.global_step
+        return "" if self._shares_weights else self._folder.write(self.model, self._engine_step)
 
     def _give_weights(self) -> None:
         """The engine gets the weights as they are now, as those of the batches trained."""
-        step = self.state.global_step
-        folder = "" if self._shares_weights else self._folder.write(self.model, step)
+        folder = self._write_weights()
 
         def push() -> None:
             assert self._batches is not None
             # Perhaps in the middle of the last batch, where the version has to be named.
             self._batches.update_weights(folder, self._batches.step)
 
-        from_main(self.accelerator, push)
+        self._from_main(push)
         self._folder.forget_older()
-        self._engine_step = step
 
     # --- the generation thread
 
@@ -610,20 +565,15 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         args, resumed = self.args, self._resumed
         self._generating = True
         self._trained_batches = 0 if resumed is None else int(resumed["trained_batches"])
-        self._engine_step = self.state.global_step
-        folder = "" if self._shares_weights else self._folder.write(self.model, self._engine_step)
+        folder = self._write_weights()
 
         def begin() -> None:
             self._group_log.begin(self.state.global_step)
-            self._flat_batches = 0
             steps_a_batch = args.generate_every // args.gradient_accumulation_steps
-            plan = make_plan(
-                args,
-                len(self.train_dataset),
-                batches=-(-self.state.max_steps // steps_a_batch),
-                shuffle=bool(self.shuffle_dataset),
-            )
-            prompts = self._prompts = sample_prompts(self.train_dataset)
+            batches = -(-self.state.max_steps // steps_a_batch)
+            shuffle = bool(self.shuffle_dataset)
+            plan = make_plan(args, len(self.train_dataset), batches=batches, shuffle=shuffle)
+            self._prompts = sample_prompts(self.train_dataset)
             self._groups = self._make_groups()
             self._batches = BatchesAhead(
                 plan,
@@ -638,20 +588,20 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             )
             if resumed is not None:
                 self._batches.load_state_dict(resumed["batches"])
-                check_prompts(resumed["prompts"], prompts)
+                check_prompts(resumed["prompts"], self._prompts)
             if self._shares_weights:
                 self._shared = SharedWeights(self._groups, self._batches, args.weight_sync_timeout)
             self._batches.start(weights=folder)
 
-        from_main(self.accelerator, begin)
+        self._from_main(begin)
 
     def _make_groups(self) -> EnvironmentGroups:
-        args, dataset, tokenizer = self.args, self.train_dataset, self.processing_class
+        args, tokenizer = self.args, self.processing_class
         lent = None
         if self._shares_weights:
             autocast = self.accelerator.autocast if self.accelerator.mixed_precision != "no" else None
             lent = lend(self.accelerator.unwrap_model(self.model), autocast)
-        said = TrainerSays(
+        says = TrainerSays(
             model_path=self.model.config._name_or_path or None,
             temperature=args.temperature,
             response_length=args.max_completion_length,
@@ -663,13 +613,13 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         )
         return EnvironmentGroups(
             self._environment,
-            said,
+            says,
+            len(self.train_dataset),
             self._load_row,
             lent_model=lent,
             agent_names=self._agent_names,
             max_failed_groups=args.max_failed_groups,
             rollout_timeout=_ROLLOUT_SHARE * args.async_generation_timeout,
-            rows=lambda: map(self._load_row, range(len(dataset))),
             scores=len(self.reward_funcs) == 1,
         )
 
@@ -698,12 +648,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             # Before TRL's files: older checkpoints go when these are written.
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             folder.mkdir(parents=True, exist_ok=True)
-            state = {
-                "trained_batches": self._trained_batches,
-                "batches": self._batches.state_dict(),
-                "prompts": self._prompts,
-            }
-            write_state(folder, state)
+            state = {"trained_batches": self._trained_batches, "prompts": self._prompts}
+            checkpoints.write_state(folder, {**state, "batches": self._batches.state_dict()})
         super()._save_checkpoint(model, trial)
         self._saved_step = self.state.global_step
 
@@ -716,7 +662,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self._resumed = read_state(checkpoint)
+            self._resumed = checkpoints.read_state(checkpoint)
 
 
 class _Callback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed

@@ -8,7 +8,7 @@ import functools
 import shutil
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +52,25 @@ class FolderWeights:
         logprobs = own_logprobs(model, unwrapped.get_input_embeddings().num_embeddings)
         if not self._accelerator.is_main_process:
             return ""
+        from transformers.utils import logging
+
+        shows_bars = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()  # it would be drawn over the trainer's own at each step
         try:
             if self._root is None:
                 self._root = ScratchFolder("weights", self._parent)
             folder = self._root.path / str(step)
-            with _without_progress_bar():
-                unwrapped.save_pretrained(folder, state_dict=state)
+            unwrapped.save_pretrained(folder, state_dict=state)
             if logprobs:
                 write_probe(folder, logprobs)
         except OSError as error:
+            where = self._parent or tempfile.gettempdir()
             raise WeightUpdateError(
-                f"weights of step {step} cannot be written to {self._parent or tempfile.gettempdir()}: "
-                f"{error} (weights_dir)"
+                f"weights of step {step} cannot be written to {where}: {error} (weights_dir)"
             ) from error
+        finally:
+            if shows_bars:
+                logging.enable_progress_bar()
         if folder not in self._folders:
             self._folders.append(folder)
         return str(folder)
@@ -141,17 +147,15 @@ class SharedWeights:
             WeightUpdateError: it does not.
             GenerationFailedError: generation has ended meanwhile, with the cause.
         """
-        holding = self._holding
-        if holding is None:
+        if (holding := self._holding) is None:
             return
         self.let_go()
         with cause_first(self._batches):
             try:
                 holding.result(self._timeout)
             except Exception as error:  # too late, cut off, or its own
-                raise WeightUpdateError(
-                    f"the engine did not go on: {type(error).__name__}: {error}"
-                ) from error
+                message = f"the engine did not go on: {type(error).__name__}: {error}"
+                raise WeightUpdateError(message) from error
 
     def let_go(self) -> None:
         """Lets the engine go on if it is held, whatever becomes of it. Raises nothing."""
@@ -184,17 +188,3 @@ def lend(model: Any, autocast: Callable[[], contextlib.AbstractContextManager[An
 
         copied.forward = types.MethodType(forward, copied)
     return copied
-
-
-@contextlib.contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """Hides the bar that would be drawn over the trainer's own at each step."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

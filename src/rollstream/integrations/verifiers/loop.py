@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 from rollstream.agent.base import AgentLoop, AgentResources
@@ -31,27 +30,16 @@ _FINISH_REASONS = {
 """Finish reasons of verifiers, and the run directory's. Others are `stop`."""
 
 
-@dataclass(frozen=True, slots=True)
 class Shared:
     """The environment and the endpoint that all rollouts of one worker share."""
 
-    environment: Environment
-    endpoint: SharedEndpoint
-    """Keeps the environment open while it serves."""
-
-    @classmethod
-    def of(cls, environment: Environment, model: str, max_model_len: int | None) -> "Shared":
-        """Args:
-        environment: what plays.
-        model: what requests call the model.
-        max_model_len: what the model can take.
-        """
-        return cls(
-            environment,
-            SharedEndpoint(
-                lambda: Endpoint(model, max_model_len),
-                lambda endpoint: environment.serving(f"{endpoint.url}/v1", model),
-            ),
+    def __init__(self, environment: Environment, model: str, max_model_len: int | None) -> None:
+        """`model`: what requests call the model; `max_model_len`: what it can take."""
+        self.environment = environment
+        # It keeps the environment open while it serves.
+        self.endpoint = SharedEndpoint(
+            lambda: Endpoint(model, max_model_len),
+            lambda endpoint: environment.serving(f"{endpoint.url}/v1", model),
         )
 
 
@@ -79,10 +67,11 @@ class VerifiersLoop(AgentLoop):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if not environment or not isinstance(environment, str):
-            raise ConfigError("VerifiersLoop needs the option `environment`: a name, or file.py:factory")
-        if not isinstance(arguments or {}, Mapping):
-            raise ConfigError(f"VerifiersLoop: arguments are {arguments!r}, want a mapping")
+        if not environment or not isinstance(environment, str) or not isinstance(arguments or {}, Mapping):
+            raise ConfigError(
+                f"VerifiersLoop: environment={environment!r:.100} is a name or file.py:factory, arguments="
+                f"{arguments!r:.100} a mapping"
+            )
         self.environment = environment
 
     @classmethod
@@ -95,7 +84,7 @@ class VerifiersLoop(AgentLoop):
                 f"not {expected}): write them anew by `rollstream verifiers`, into another folder for another run"
             )
         limit = resources.max_model_len or resources.engine.capabilities.max_model_len
-        return Shared.of(loaded, options.get("model", "rollstream"), limit)
+        return Shared(loaded, options.get("model", "rollstream"), limit)
 
     async def run(self, sampling: SamplingParams, **row: Any) -> list[Trajectory]:
         """Executes the rollout.

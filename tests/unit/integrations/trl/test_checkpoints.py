@@ -41,7 +41,7 @@ def test_the_newest_that_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 def test_when_none_is_whole_it_says_what_to_do(tmp_path: Path) -> None:
     torn = checkpoint(tmp_path, 3, without=STATE_FILE)
-    with pytest.raises(ConfigError, match=rf"checkpoint-3, has no whole {STATE_FILE}.*begin anew"):
+    with pytest.raises(ConfigError, match="no checkpoint in"):
         last_whole(str(tmp_path))
     with pytest.raises(ConfigError, match="give it as the model"):
         read_state(torn)

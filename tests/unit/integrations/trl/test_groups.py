@@ -44,22 +44,6 @@ async def test_a_rollout_that_hangs_is_cut_off() -> None:
     assert work.cut_off
 
 
-async def test_one_that_ends_in_time_is_given_on() -> None:
-    work = Work()
-    work.go_on.set()
-    assert await within(work.run(), 60.0, make_gate()) == 3
-
-
-async def test_one_that_is_cut_off_from_outside_is_cut_off_inside() -> None:
-    work = Work()
-    running = asyncio.create_task(within(work.run(), 60.0, make_gate()))
-    await work.begun.wait()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert work.cut_off
-
-
 async def test_the_time_without_an_engine_is_charged_to_nobody() -> None:
     work, availability = Work(), make_gate()
     availability.mark_away(EngineUnavailableError("restarts"), availability.returns)

@@ -66,7 +66,7 @@ async def play(opened: Shared, engine: ScriptedEngine) -> Any:
 
 
 def opened_for(environment: Environment) -> Shared:
-    return Shared.of(environment, "m", None)  # type: ignore[arg-type]
+    return Shared(environment, "m", None)  # type: ignore[arg-type]
 
 
 async def test_what_the_environment_makes_of_an_engines_error_is_not_told() -> None:
