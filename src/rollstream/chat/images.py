@@ -6,6 +6,7 @@ nothing is fetched over the network unless that was allowed.
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import http.client
 import importlib.util
@@ -45,8 +46,7 @@ _PNG_LEVEL = 1
 def load_image(source: ImageSource, *, allow_http: bool = False, max_pixels: int = MAX_PIXELS) -> "Image":
     """Reads and decodes one image, as a Pillow image of mode RGB. Blocks: call it in a thread.
 
-    An animation gives its first frame. The image is turned upright as its EXIF data say, and what is
-    transparent becomes white.
+    An animation gives its first frame. The image is turned upright, and what is transparent becomes white.
 
     Args:
         source: relative paths are taken from the working directory.
@@ -115,14 +115,10 @@ def as_bytes(source: ImageSource) -> ImageSource:
     Anything else stays as it is; so does a file that cannot be read here, for whoever wants it says why.
     Blocks: call it in a thread.
     """
-    if not is_file(source):
-        return source
-    assert isinstance(source, str)
-    try:
-        data = _read(source, describe(source), allow_http=False)
-    except DataError:
-        return source
-    return data if len(data) <= MAX_FILE_BYTES else source
+    if isinstance(source, str) and is_file(source):
+        with contextlib.suppress(DataError):
+            return _read(source, describe(source), allow_http=False)
+    return source
 
 
 def describe(source: ImageSource) -> str:
@@ -157,29 +153,26 @@ def _read(source: str, name: str, allow_http: bool) -> bytes:
     try:
         if not path.is_file():  # nor a device, which may never end
             raise DataError(f"{name}: no such file")
-        with path.open("rb") as file:
-            return file.read(MAX_FILE_BYTES + 1)
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            raise DataError(f"{name}: the file has {size} bytes, more than {MAX_FILE_BYTES}")
+        return path.read_bytes()
     except (OSError, ValueError) as error:
         raise DataError(f"{name}: cannot be read ({error})") from error
 
 
+class _HttpOnly(urllib.request.HTTPRedirectHandler):
+    """The usual one follows a redirect to ftp, too."""
+
+    def redirect_request(self, *args: Any) -> urllib.request.Request | None:
+        request = super().redirect_request(*args)
+        return request if request is not None and request.type in ("http", "https") else None
+
+
 def _fetch(url: str, name: str) -> bytes:
-    # Only http and https, also after a redirect: the usual opener would follow one to ftp.
-    opener = urllib.request.OpenerDirector()
-    for handler in (
-        urllib.request.ProxyHandler(),
-        urllib.request.HTTPHandler(),
-        urllib.request.HTTPSHandler(),
-        urllib.request.HTTPRedirectHandler(),
-        urllib.request.HTTPErrorProcessor(),
-        urllib.request.HTTPDefaultErrorHandler(),
-        urllib.request.UnknownHandler(),
-    ):
-        opener.add_handler(handler)
     deadline = time.monotonic() + _FETCH_SECONDS
     data = b""
     try:
-        with opener.open(url, timeout=_STALL_SECONDS) as response:
+        with urllib.request.build_opener(_HttpOnly).open(url, timeout=_STALL_SECONDS) as response:
             while len(data) <= MAX_FILE_BYTES and (more := response.read1(1 << 20)):
                 data += more
                 if time.monotonic() > deadline:
@@ -202,20 +195,14 @@ def _decode(data: bytes, name: str, max_pixels: int) -> "Image":
             width, height = image.size
             if width * height > max_pixels:
                 raise DataError(f"{name}: {width} x {height} pixels are more than {max_pixels}")
-            return _to_rgb(ImageOps.exif_transpose(image))
+            upright = ImageOps.exif_transpose(image)
+            if not upright.has_transparency_data:
+                return upright.convert("RGB")
+            opaque = upright.convert("RGBA")
+            return Image.alpha_composite(Image.new("RGBA", opaque.size, "white"), opaque).convert("RGB")
     except DataError:
         raise
     except UnidentifiedImageError as error:
         raise DataError(f"{name}: not an image of a format that is read ({', '.join(FORMATS)})") from error
     except Exception as error:  # Pillow's decoders raise nearly anything for bytes that are damaged
         raise DataError(f"{name}: cannot be decoded ({type(error).__name__}: {error})") from error
-
-
-def _to_rgb(image: "Image") -> "Image":
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    from PIL import Image
-
-    opaque = image.convert("RGBA")
-    white = Image.new("RGBA", opaque.size, "white")
-    return Image.alpha_composite(white, opaque).convert("RGB")

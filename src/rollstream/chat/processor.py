@@ -72,14 +72,10 @@ class ChatProcessor:
         return self.encode(text, images)
 
     def encode(self, text: str, images: Sequence["Image"]) -> list[int]:
-        """Ids of rendered text, with each placeholder written as often as its image needs.
+        """Ids of rendered text, with each placeholder written as often as its image needs; nothing is added.
 
-        For whole conversations, and for what is rendered later: a tool result with images. No special tokens
-        are added.
-
-        Args:
-            text: with as many placeholders as there are images.
-            images: in the order of the placeholders; RGB.
+        For whole conversations, and for what is rendered later: a tool result with images (RGB, in the order of
+        the placeholders).
 
         Raises:
             DataError: another number of placeholders, or the processor refuses an image.
@@ -87,8 +83,7 @@ class ChatProcessor:
         self._check_count(text, len(images))
         if not images:
             return self._tokenizer.encode(text)
-        encoded = self._call(text, images)
-        return [int(token_id) for token_id in encoded["input_ids"][0]]
+        return [int(token_id) for token_id in self._call(text, images)["input_ids"][0]]
 
     @cached_property
     def image_token_id(self) -> int | None:
@@ -127,21 +122,18 @@ class ChatProcessor:
         """Hash of what decides how images become tokens: 32 hexadecimal digits."""
         settings = {"class": type(self._processor).__name__, **self._processor.image_processor.to_dict()}
         known = {key: value for key, value in settings.items() if value is not None}
-        return hashlib.blake2b(
-            json.dumps(known, sort_keys=True, default=str).encode(), digest_size=16
-        ).hexdigest()
+        content = json.dumps(known, sort_keys=True, default=str).encode()
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def _check_count(self, text: str, images: int) -> None:
-        if self.placeholder is None:
-            if images:
-                raise DataError(
-                    "the chat template shows no images that the model's processor knows; use the template "
-                    "that came with the model, or give one by actor_rollout_ref.model.custom_chat_template"
-                )
-            return
-        shown = text.count(self.placeholder)
+        """The processor itself would drop images, or leave placeholders that stand for nothing."""
+        shown = text.count(self.placeholder) if self.placeholder else 0
+        if images and not self.placeholder:
+            raise DataError(
+                "the chat template shows no images that the model's processor knows; use the template "
+                "that came with the model, or give one by actor_rollout_ref.model.custom_chat_template"
+            )
         if shown != images:
-            # The processor itself would drop images, or leave placeholders that stand for nothing.
             raise DataError(
                 f"the prompt has {images} images, but {self.placeholder} stands in it {shown} times: "
                 "the chat template leaves images out, or the text itself holds that token"
