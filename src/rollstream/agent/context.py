@@ -11,7 +11,6 @@ the rollout is trained on in exactly one trajectory.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from rollstream.agent.base import AgentResources, SnapshotScoring
@@ -92,7 +91,7 @@ class ContextAgent(ToolAgent):
         self.context_penalty = context_penalty
         self.context_budget = context_budget
         self.snapshots: list[Trajectory] = []
-        self.notes = Notes()
+        self.notes: dict[str, str] = {}
         self.deleted: set[int] = set()
         self._answers: dict[int, Turn] = {}
         """By msg_id: their positions in the conversation."""
@@ -126,7 +125,7 @@ class ContextAgent(ToolAgent):
             raise DataError("context_agent cannot take rows with images; use tool_agent for them")
         given = super().prompt_messages()
         self._prompt_messages = len(given)
-        return [self._with_id(message, at) for at, message in enumerate(given)]
+        return [_with_id(message, at) for at, message in enumerate(given)]
 
     def snapshot_reward(self, snapshot: Trajectory) -> float | None:
         """The reward of a snapshot, if it is known before the rollout ends; override for one of your own."""
@@ -142,7 +141,7 @@ class ContextAgent(ToolAgent):
         self.count(turn.calls, results)
         contents, _ = await self.show(results)
         added = self.resources.template.tool_messages(turn.message["tool_calls"], contents)
-        added = [self._with_id(message, at + 1 + i) for i, message in enumerate(added)]
+        added = [_with_id(message, at + 1 + i) for i, message in enumerate(added)]
         self._answers[at] = turn
         if not asked:
             return State.GENERATING if conversation.add(added) else self.end("tool_overflow")
@@ -169,7 +168,7 @@ class ContextAgent(ToolAgent):
         return state
 
     def users_message(self, text: str) -> Message:
-        return self._with_id(super().users_message(text), len(self.conversation.messages))
+        return _with_id(super().users_message(text), len(self.conversation.messages))
 
     def finish(self, tool_scores: dict[str, float]) -> list[Trajectory]:
         final = super().finish(tool_scores)
@@ -197,14 +196,34 @@ class ContextAgent(ToolAgent):
             raise Refused(call.error or "the arguments cannot be read")
         if (misfit := _argument_checks()[call.name].misfit(call.arguments)) is not None:
             raise Refused(f"{call.name}: {misfit}")
-        if call.name != "deleteContext":
-            return self.notes.execute(call.name, call.arguments)
+        if call.name == "deleteContext":
+            msg_id = int(call.arguments["msg_id"])  # 3.0 is an integer, too
+            self._check_deletion(msg_id, self.deleted.union(asked))
+            asked.append(msg_id)
+            return f"Message {msg_id} is deleted."
+        key, notes = call.arguments["key"], self.notes
+        if call.name == "note" and key in notes:
+            raise Refused(f"there is a note {key!r} already; updateNote replaces it")
+        if call.name != "note" and key not in notes:
+            raise Refused(f"no note {key!r}; notes there are: {', '.join(map(repr, notes)) or 'none'}")
+        if call.name == "readNote":
+            return notes[key]
+        notes = {**notes, key: call.arguments["content"]}
+        if (size := sum(map(len, [*notes, *notes.values()]))) > _NOTES_CHARS:
+            raise Refused(f"notes may have {_NOTES_CHARS} characters in all; this would make {size}")
+        self.notes = notes
+        return f"Note {key!r} is {'updated' if call.name == 'updateNote' else 'written'}."
+
+    def _check_deletion(self, msg_id: int, deleted: set[int]) -> None:
+        messages = self.conversation.messages
         if len(self.snapshots) >= self.max_snapshots:
             raise Refused("nothing more can be deleted in this conversation")
-        msg_id = int(call.arguments["msg_id"])  # 3.0 is an integer, too
-        check_msg_id(msg_id, self.conversation.messages, self.deleted | set(asked))
-        asked.append(msg_id)
-        return f"Message {msg_id} is deleted."
+        if not 0 <= msg_id < len(messages) - 1:
+            raise Refused(f"no message has msg_id {msg_id}")
+        if messages[msg_id].get("role") == "system":
+            raise Refused("the system message cannot be deleted")
+        if msg_id in deleted:
+            raise Refused(f"message {msg_id} is deleted already")
 
     def _cut(self, text: str) -> str:
         limits = self.resources.tools.limits
@@ -235,14 +254,15 @@ class ContextAgent(ToolAgent):
             )
         return ids
 
-    def _with_id(self, message: Message, msg_id: int) -> Message:
-        if message["role"] == "system":
-            return message
-        content = message.get("content") or ""  # an answer of calls alone may have none
-        head = f"[msg_id: {msg_id}]\n"
-        if isinstance(content, str):
-            return {**message, "content": head + content}
-        return {**message, "content": [{"type": "text", "text": head}, *content]}
+
+def _with_id(message: Message, msg_id: int) -> Message:
+    if message["role"] == "system":
+        return message
+    content = message.get("content") or ""  # an answer of calls alone may have none
+    head = f"[msg_id: {msg_id}]\n"
+    if isinstance(content, str):
+        return {**message, "content": head + content}
+    return {**message, "content": [{"type": "text", "text": head}, *content]}
 
 
 def _stub(message: Message, msg_id: int) -> Message:
@@ -255,54 +275,6 @@ def _stub(message: Message, msg_id: int) -> Message:
 
 class Refused(Exception):
     """The call cannot be executed; its text is for the model."""
-
-
-@dataclass(slots=True)
-class Notes:
-    """A rollout's notes."""
-
-    by_key: dict[str, str] = field(default_factory=dict)
-
-    def execute(self, name: str, arguments: dict[str, Any]) -> str:
-        """Runs `note`, `readNote` or `updateNote`, whose arguments fit its schema; returns what the model is told.
-
-        Raises `Refused`.
-        """
-        key = arguments["key"]
-        if name == "readNote":
-            return self._existing(key)
-        content = arguments["content"]
-        if name == "note" and key in self.by_key:
-            raise Refused(f"there is a note {key!r} already; updateNote replaces it")
-        if name == "updateNote":
-            self._existing(key)
-        size = sum(len(k) + len(v) for k, v in self.by_key.items() if k != key) + len(key) + len(content)
-        if size > _NOTES_CHARS:
-            raise Refused(f"notes may have {_NOTES_CHARS} characters in all; this would make {size}")
-        self.by_key[key] = content
-        return f"Note {key!r} is {'updated' if name == 'updateNote' else 'written'}."
-
-    def _existing(self, key: str) -> str:
-        if key not in self.by_key:
-            known = ", ".join(repr(one) for one in self.by_key) or "none"
-            raise Refused(f"no note {key!r}; notes there are: {known}")
-        return self.by_key[key]
-
-
-def check_msg_id(msg_id: int, messages: list[Message], deleted: set[int]) -> None:
-    """Raises `Refused` if there is no such message, or it cannot be deleted.
-
-    Args:
-        msg_id: what a `deleteContext` call names.
-        messages: the conversation up to and including the answer that asks.
-        deleted: ids that are deleted already.
-    """
-    if not 0 <= msg_id < len(messages) - 1:
-        raise Refused(f"no message has msg_id {msg_id}")
-    if messages[msg_id].get("role") == "system":
-        raise Refused("the system message cannot be deleted")
-    if msg_id in deleted:
-        raise Refused(f"message {msg_id} is deleted already")
 
 
 @functools.cache

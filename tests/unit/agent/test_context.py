@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.agent.base import TurnLimits
-from rollstream.agent.context import SCHEMAS, ContextAgent, Notes, Refused
+from rollstream.agent.context import SCHEMAS, ContextAgent
 from rollstream.agent.interactions import Interaction, Interactions
 from rollstream.agent.registry import AgentLoops, LoopEntry
 from rollstream.chat.tool_schema import schema_digest
@@ -169,20 +169,20 @@ async def test_after_the_last_snapshot_deletions_are_refused() -> None:
 
 
 async def test_notes() -> None:
-    notes = Notes()
-    assert notes.execute("note", {"key": "a", "content": "1"}) == "Note 'a' is written."
-    assert notes.execute("readNote", {"key": "a"}) == "1"
-    assert notes.execute("updateNote", {"key": "a", "content": "2"}) == "Note 'a' is updated."
-    refused = [
-        ("note", "a", "3"),
-        ("updateNote", "b", "3"),
-        ("readNote", "b", ""),
-        ("note", "c", "x" * 65_535),
+    asked = [
+        ("note", {"key": "a", "content": "1"}, "Note 'a' is written."),
+        ("readNote", {"key": "a"}, "1"),
+        ("updateNote", {"key": "a", "content": "2"}, "Note 'a' is updated."),
+        ("note", {"key": "a", "content": "3"}, "Error: there is a note 'a' already"),
+        ("updateNote", {"key": "b", "content": "3"}, "Error: no note 'b'"),
+        ("readNote", {"key": "b"}, "Error: no note 'b'"),
+        ("note", {"key": "c", "content": "x" * 65_535}, "Error: notes may have"),
+        ("readNote", {"key": "a"}, "2"),
     ]
-    for name, key, content in refused:
-        with pytest.raises(Refused):
-            notes.execute(name, {"key": key, "content": content})
-    assert notes.by_key == {"a": "2"}
+    calls = "".join(call_text(name, **arguments) for name, arguments, _ in asked)
+    rollout, _ = await play(calls, "12", response_length=100_000)
+    for (_, _, expected), result in zip(asked, contents(rollout.final), strict=True):
+        assert result.partition("\n")[2].startswith(expected)
 
 
 async def test_a_prompt_that_had_to_be_truncated_stays_as_it_was_seen() -> None:
