@@ -167,13 +167,13 @@ class ToolAgent(AgentLoop):
 
     def count(self, calls: Sequence[ToolCall], results: list[ToolResult]) -> None:
         """Counts results and keeps their rewards."""
-        self.metrics.tool_calls += len(results)
-        self.metrics.tool_errors += sum(result.error is not None for result in results)
         known = {tool["function"]["name"] for tool in (*self.session.schemas, *self.tools)}
         for call, result in zip(calls, results, strict=True):
             counts = self.tool_counts.setdefault(call.name if call.name in known else "", [0, 0])
             counts[0] += 1
             counts[1] += result.error is not None
+            self.metrics.tool_calls += 1
+            self.metrics.tool_errors += result.error is not None
         self.tool_rewards += [result.reward for result in results if result.reward is not None]
         self.tool_metrics += [result.metrics for result in results if result.metrics]
 
@@ -185,24 +185,21 @@ class ToolAgent(AgentLoop):
         """
         contents: list[Any] = []
         images: list[SeenImage] = []
+        reader = self.resources.images if self.sees_images else None
         for result in results:
             parts: list[dict[str, Any]] = []
             for source in result.images:
                 try:
-                    if self.resources.images is None or not self.sees_images:
+                    if reader is None:
                         raise DataError("this model sees no images")
-                    (image,) = await self.resources.images.read([source])
+                    images += await reader.read([source])
+                    parts.append(images[-1].part)
                 except (DataError, TransientError) as error:
                     parts.append({"type": "text", "text": f"[an image that cannot be shown: {error}]\n"})
-                else:
-                    images.append(image)
-                    parts.append(image.part)
             if result.text:
                 parts.append({"type": "text", "text": self.tokenizer.escape_special_tokens(result.text)})
-            if any(part["type"] != "text" for part in parts):
-                contents.append(parts)
-            else:
-                contents.append("".join(part["text"] for part in parts))
+            has_images = any(part["type"] != "text" for part in parts)
+            contents.append(parts if has_images else "".join(part["text"] for part in parts))
         return contents, images
 
     def end(self, finish_reason: str) -> State:
@@ -212,15 +209,13 @@ class ToolAgent(AgentLoop):
 
     def finish(self, tool_scores: dict[str, float]) -> Trajectory | list[Trajectory]:
         """The result, once everything has ended. `tool_scores`: each used tool's reward for the rollout."""
-        extra: dict[str, Any] = {}
-        if self.tool_counts:
-            extra["tool_counts"] = self.tool_counts
-        if self.tool_rewards:
-            extra["tool_rewards"] = self.tool_rewards
-        if self.tool_metrics:
-            extra["tool_metrics"] = self.tool_metrics
-        if tool_scores:
-            extra["tool_scores"] = tool_scores
+        kept = {
+            "tool_counts": self.tool_counts,
+            "tool_rewards": self.tool_rewards,
+            "tool_metrics": self.tool_metrics,
+            "tool_scores": tool_scores,
+        }
+        extra: dict[str, Any] = {name: value for name, value in kept.items() if value}
         if self.interaction is not None:
             extra["turn_scores"] = self.interaction.turn_scores
             if self.interaction.score is not None:
@@ -229,9 +224,8 @@ class ToolAgent(AgentLoop):
 
     def _turns_are_used_up(self) -> bool:
         turns, now = self.resources.turns, self.conversation
-        return (
-            turns.max_assistant_turns is not None and now.assistant_turns >= turns.max_assistant_turns
-        ) or (turns.max_user_turns is not None and now.user_turns >= turns.max_user_turns)
+        limits = (now.assistant_turns, turns.max_assistant_turns), (now.user_turns, turns.max_user_turns)
+        return any(most is not None and taken >= most for taken, most in limits)
 
     async def timed(self, work: Awaitable[Any]) -> Any:
         """Awaits and counts as tool time."""
