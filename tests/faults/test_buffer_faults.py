@@ -1,13 +1,11 @@
 """What once went wrong with the buffer, one test for each: faults that scripts showed, and what users met."""
 
 import contextlib
-import random
-import re
 import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import msgspec
 import orjson
 import pytest
 
-from rollstream.cli import main
 from tests.support.buffer import (
     BufferProcess,
     LoopWatch,
@@ -62,25 +59,6 @@ def connections(server: BufferProcess, count: int, sent: bytes = b"") -> Iterato
             one.sendall(sent)
             opened.append(one)
         yield opened
-
-
-def pipelined(server: BufferProcess, requests: Sequence[bytes], pattern: bytes) -> list[bytes]:
-    """Sends requests on one connection, without waiting for answers; what the pattern finds in each answer."""
-    with connections(server, 1) as (one,):
-        sender = threading.Thread(target=one.sendall, args=(b"".join(requests),))
-        sender.start()
-        found: list[bytes] = []
-        received = b""
-        while len(found) < len(requests):
-            part = one.recv(1 << 20)
-            assert part, f"closed after {len(found)} answers: {received[-300:]!r}"
-            received += part
-            hits = list(re.finditer(pattern, received))
-            if hits:
-                found += [hit[1] for hit in hits]
-                received = received[hits[-1].end() :]
-        sender.join()
-        return found
 
 
 # -- any client runs commands on the server
@@ -181,39 +159,6 @@ def test_sigterm_ends_a_server_whose_hook_hangs(tmp_path: Path, stuck: str) -> N
             assert server.stop() == 0  # its hooks may take an hour
 
 
-# -- "all or none" is false above 256 items
-
-
-def kill_in_batches(folder: Path, kills: int) -> None:
-    rng = random.Random(5)
-    size, expected = 10_000, 0
-    minimal = {"messages": [{"role": "user"}], "reward": 1}
-    took = 0.0
-    for turn in range(kills + 1):
-        with serve_buffer(folder) as server:
-            stored = server.stats()["items_written"]
-            assert stored in (expected, expected + size), "a part of a batch"
-            expected = stored
-            if turn == kills:
-                return
-            named = [{"uid": f"{turn}-{n}"} if turn % 2 else {} for n in range(size)]
-            items = [{"instance_id": n, **minimal, **name} for n, name in enumerate(named)]
-            body = orjson.dumps({"items": items})
-            if turn == 0:
-                began = time.monotonic()
-                assert server.post("/v1/items", body)[0] == 200
-                took, expected = time.monotonic() - began, expected + size
-            else:
-                with connections(server, 1, request_text("/v1/items", body)):
-                    time.sleep(rng.uniform(0, took))  # the instant is random; nothing is waited for
-                    server.kill()
-
-
-@pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.soak)])
-def test_a_batch_of_10_000_is_stored_whole_or_not_at_all(tmp_path: Path, kills: int) -> None:
-    kill_in_batches(tmp_path / "buffer", kills)
-
-
 # -- the event loop stops
 
 
@@ -229,30 +174,18 @@ def tokens_in_json() -> dict[str, Any]:
 
 BODIES: dict[str, tuple[str, Callable[[], Any], int]] = {
     "malformed": ("/v1/items", lambda: b'{"items":[' + b'{"a":[{},{"b":1}]},' * 220_000, 400),
-    "malformed, one item": ("/buffer/write", lambda: b'{"messages":[' + b'{"role":"u"},' * 320_000, 400),
     "nested": ("/v1/items", lambda: b'{"items":' + b"[" * 4_000_000, 400),
-    "the last is wrong": ("/v1/items", lambda: {"items": [item(1, 1, "x" * 80)] * 9_000 + [{}]}, 400),
     "10,000 items": ("/v1/items", lambda: {"items": [item(1, 1)] * 10_000}, 200),
-    "just below 1 MiB": ("/v1/items", lambda: {"items": [item(1, 1)] * 4_500}, 200),
-    "an item with 200,000 keys": (
-        "/buffer/write",
-        lambda: {**item(1, 1, "many"), **{f"k{n}": 1 for n in range(200_000)}},
-        200,
-    ),
     "an item of 56 MB": ("/buffer/write", lambda: large_item(56_000_000), 200),
     "a msgpack item of 40 MB": ("/v1/items", packed_item, 200),
     "tokens in JSON": ("/v1/items", tokens_in_json, 200),
-    "a start with 200,000 keys": ("/start_rollout", lambda: {f"{n}": n for n in range(200_000)}, 400),
-    "a job with 200,000 keys": ("/v1/jobs", lambda: {f"input_fil{n}": n for n in range(200_000)}, 400),
     "a job with many near misses": (
         "/v1/jobs",
         lambda: {"task_type": "math", **{f"group_timeout_second{n}": n for n in range(250)}},
         200,
     ),
     "10,000 uids": ("/v1/uids/known", lambda: {"uids": [f"{n:0>100}" for n in range(10_000)]}, 200),
-    "2,000,000 uids": ("/v1/uids/known", lambda: {"uids": [f"{n}" for n in range(2_000_000)]}, 413),
     "100,000 groups": ("/v1/quarantine/drop", lambda: {"groups": list(range(100_000))}, 200),
-    "a read with 200,000 keys": ("/v1/read", lambda: {f"{n}": [n] for n in range(200_000)}, 413),
 }
 """Path, body, expected status."""
 
@@ -368,75 +301,7 @@ def test_no_token_in_a_generators_log(tmp_path: Path) -> None:
         assert stat.S_IMODE((tmp_path / "buffer" / "generator.netrc").stat().st_mode) == 0o600
 
 
-# -- waiting readers cost every write
-
-
-def cpu_of_writes(server: BufferProcess, count: int, tag: str) -> float:
-    """CPU seconds of the server for single writes, one after the other, to groups that stay open."""
-    texts = [
-        request_text("/buffer/write", orjson.dumps(item(f"{tag}-{n}", 1, f"{tag}-{n}", task_type="math")))
-        for n in range(count)
-    ]
-    began = server.cpu_s()
-    assert set(pipelined(server, texts, rb"HTTP/1.1 (\d+)")) == {b"200"}
-    return server.cpu_s() - began
-
-
-def until_waiting(server: BufferProcess, count: int) -> None:
-    wait_until(lambda: server.get("/v1/stats")["waiting_reads"] == count)
-
-
-def cost_of_waiting(folder: Path, readers: Sequence[int], writes: int) -> None:
-    with serve_buffer(folder) as server:
-        cpu_of_writes(server, writes // 2, "warm")
-        ratios: dict[int, list[float]] = {count: [] for count in readers}
-        for turn in range(12):  # a busy machine makes any of them dearer, not all
-            alone = cpu_of_writes(server, writes, f"alone{turn}")
-            for count in readers:
-                text = request_text("/v1/read", b'{"timeout": 600, "task_type": "math"}')
-                with connections(server, count, text):
-                    until_waiting(server, count)
-                    ratios[count].append(cpu_of_writes(server, writes, f"{count}-{turn}") / alone)
-                until_waiting(server, 0)
-            if all(min(found) < 1.25 for found in ratios.values()):
-                return
-        raise AssertionError(f"waiting readers make writes dearer: {ratios}")
-
-
-def test_waiting_readers_do_not_make_writes_dearer(tmp_path: Path) -> None:
-    cost_of_waiting(tmp_path / "buffer", [64, 256], 1500)
-
-
-# -- 20,000 leases out; 100,000 open groups time out in one tick
-
-
-def cost_of_acks(folder: Path, leases: int) -> None:
-    with serve_buffer(folder, "--group-size", "1") as server:
-        for start in range(0, leases + 200, 10_000):
-            count = min(10_000, leases + 200 - start)
-            write(
-                server, *[item(n, 1, f"u{n}", messages=[{"role": "u"}]) for n in range(start, start + count)]
-            )
-        lease = rb'"lease":"([0-9a-f]{32})".*?\r\n0\r\n\r\n'
-        read = request_text("/v1/read", b'{"max_groups": 1}')
-
-        def ack(which: list[bytes]) -> float:
-            began = server.cpu_s()
-            texts = [request_text(f"/v1/leases/{one.decode()}/ack") for one in which]
-            assert set(pipelined(server, texts, rb"HTTP/1.1 (\d+)")) == {b"200"}
-            return server.cpu_s() - began
-
-        few = min(ack(pipelined(server, [read] * 100, b"(?s)" + lease)) for _ in range(2))
-        out = pipelined(server, [read] * leases, b"(?s)" + lease)
-        assert server.stats()["leases"] == leases
-        # A busy machine makes any of them dearer, not all.
-        many = (ack(out[start : start + 100]) for start in range(0, leases // 2, 100))
-        assert any(one < 1.5 * few + 0.02 for one in many)
-
-
-@pytest.mark.parametrize("leases", [3_000, pytest.param(20_000, marks=pytest.mark.soak)])
-def test_an_ack_costs_the_same_with_many_leases_out(tmp_path: Path, leases: int) -> None:
-    cost_of_acks(tmp_path / "buffer", leases)
+# -- 100,000 open groups time out in one tick
 
 
 def time_out(folder: Path, groups: int, seconds: float) -> None:
@@ -463,69 +328,3 @@ def time_out(folder: Path, groups: int, seconds: float) -> None:
 )
 def test_many_open_groups_time_out_in_slices(tmp_path: Path, groups: int, seconds: float) -> None:
     time_out(tmp_path / "buffer", groups, seconds)
-
-
-# -- what a user met
-
-
-def test_what_is_dropped_is_told_with_its_reason_and_stays_readable(
-    server: BufferProcess, capsys: pytest.CaptureFixture[str]
-) -> None:
-    failure = {"extra_info": {"failure": {"error": "engine away", "stage": "generate", "attempts": 3}}}
-    for name, rewards, more in (
-        ("equal_rewards", (1, 1), {}),
-        ("out_of_range", (-1, 5), {}),
-        ("unscored", (None, None), {}),
-        ("failed", (-1, -1), failure),
-        ("too_few_valid", (0.5, 7), {}),
-    ):
-        write(server, *group(name, rewards, **more))
-        _, answer = server.post("/v1/read", {})
-        assert any(f"1 {name}" in one for one in answer["head"]["notices"]), (name, answer["head"])
-        assert f"1 {name}" in server.post("/get_rollout_data", {})[1]["message"]
-        last = server.get("/v1/dropped")["dropped"][-1]
-        assert (last["instance_id"], last["reason"]) == (name, name)
-        whole = server.get(f"/v1/groups/{last['id']}")
-        assert [one["messages"][1]["content"] for one in whole["items"]] == ["4", "4"]
-        for where in (server.url, str(server.folder)):
-            assert main(["buffer", "show", where, str(last["id"])]) == 0
-            shown = capsys.readouterr().out
-            assert name in shown and "[assistant] 4" in shown
-    write(server, *group("good", (0, 1)))
-    meta = server.post("/get_rollout_data", {})[1]["data"]["meta_info"]
-    assert meta["dropped_groups"]["equal_rewards"] == 1 and len(meta["finished_groups"]) == 6
-    assert server.stats()["groups_dropped"] == dict.fromkeys(meta["dropped_groups"], 1)
-
-
-FINITE = """for n in range(5):
-        for r in range(2):
-            write(n, r)
-"""
-
-WRITE = """
-import requests
-
-def write(n, r):
-    item = {"instance_id": n, "reward": r, "messages": [{"role": "user", "content": "?"}], "extra_info": {}}
-    requests.post(URL + "/buffer/write", json=item).raise_for_status()
-"""
-
-
-def test_a_remainder_is_told_and_can_be_taken(tmp_path: Path) -> None:
-    run = "global URL; URL = data['remote_buffer_url']\n    " + FINITE
-    files = generator(tmp_path / "files", hooks=WRITE, run=run)
-    options = ("--generators", files, "--max-groups-per-read", "3")
-    with serve_buffer(tmp_path / "buffer", *options) as server:
-        job = server.post("/v1/jobs", MATH)[1]["id"]
-        wait_until(lambda: server.get(f"/v1/jobs/{job}")["state"] == "finished")
-
-        def read(**asked: Any) -> dict[str, Any]:
-            answer: dict[str, Any] = server.post("/get_rollout_data", asked)[1]
-            return answer
-
-        assert len(read()["data"]["data"]) == 6
-        answer = read()
-        assert answer["success"] is False
-        assert "the last 2 groups are less than this read wants" in answer["message"]
-        assert len(read(batch_size=4)["data"]["data"]) == 4
-        assert "all of it has left the buffer" in read()["message"]

@@ -413,8 +413,6 @@ class Answer:
 
     async def begin(self, head: dict[str, Any]) -> None:
         """Sends the head of an answer, with groups or without."""
-        if head.get("lease") is not None:
-            self._response.headers["rollstream-lease"] = head["lease"]
         await self._response.prepare(self._request.raw)
         await self._response.write(self._form.head(head))
 

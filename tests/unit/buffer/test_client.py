@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import json
 import re
-import subprocess
-import sys
 import threading
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -330,36 +328,3 @@ def test_close_ends_what_waits() -> None:
             read.result(60)
         with pytest.raises(RuntimeError, match="was closed"):
             client.stats()
-
-
-EXITS = """
-import os, sys, threading
-from rollstream.buffer.client import BufferClient
-client = BufferClient(sys.argv[1].replace("127.0.0.1", "localhost"))
-print(client.stats())
-if pid := os.fork():
-    assert os.waitpid(pid, 0)[1] == 0
-else:
-    try:
-        client.stats()
-    except RuntimeError as error:
-        print(error)
-    with BufferClient(sys.argv[1]) as new:
-        print(new.stats())
-    os._exit(0)
-threading.Thread(target=lambda: client.read(timeout=600), daemon=True).start()
-sys.stdin.readline()
-print(client.stats())
-"""
-
-
-def test_a_fork_and_an_exit_with_a_client_that_is_open_and_waits() -> None:
-    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    with silent_reads() as (url, come, _):
-        process = subprocess.Popen([sys.executable, "-u", "-c", EXITS, url], text=True, **pipes)
-        assert come.wait(60)
-        out, err = process.communicate("go\n", timeout=60)
-    assert (process.returncode, err) == (0, "")
-    first, forked, *others = out.splitlines()
-    assert forked == "this client was closed, or made before a fork: make a new one"
-    assert [first, *others] == ["{'items': 1}"] * 3

@@ -177,12 +177,6 @@ def test_lone_surrogates_are_replaced_and_counted(escape: bytes) -> None:
         assert load_item(dump_item({"a": [{cut: cut}], "b": 1}, encoding), encoding)["a"] == [{text: text}]
 
 
-@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
-def test_numbers_that_json_does_not_know_are_named(constant: str) -> None:
-    with pytest.raises(ItemError, match=constant.removeprefix("-")):
-        parse_items(body_of(an_item(extra_info={"x": "SPOT"})).replace(b'"SPOT"', constant.encode()))
-
-
 @pytest.mark.parametrize("opening", [b"[", b'{"a":', b'[{"a":'])
 @pytest.mark.parametrize("closed", [True, False])
 def test_deep_nesting_is_refused(opening: bytes, closed: bool) -> None:

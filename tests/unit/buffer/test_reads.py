@@ -21,15 +21,6 @@ async def waiting(buffer: Served, count: int, **asked: Any) -> list[asyncio.Task
     return tasks
 
 
-async def test_each_group_wakes_a_reader(tmp_path: Path) -> None:
-    async with served(tmp_path) as buffer:
-        readers = await waiting(buffer, 8, max_groups=1)
-        for n in range(8):
-            await buffer.write(*group(n))
-        answers = await asyncio.gather(*readers)
-        assert sorted(one["groups"][0]["instance_id"] for one in answers) == list(range(8))
-
-
 async def test_a_group_wakes_the_reader_that_can_use_it(tmp_path: Path) -> None:
     """It stands behind many who ask for the same that they cannot have, and for other tasks."""
     async with served(tmp_path) as buffer:
@@ -207,14 +198,6 @@ def is_valid_group(group, min_valid_group_size, task_type="math"):
         await buffer.write(*[one for n in range(20, 25) for one in group(n, (0, 1))])
         await buffer.until(lambda: buffer.counted(quarantined=20, ready=5))
         assert await buffer.read_ids() == list(range(20, 25))
-
-
-async def test_one_good_group_in_between_keeps_the_reads_going(tmp_path: Path) -> None:
-    hooks = "\ndef filter_item(item, task_type):\n    return 1 / (item['instance_id'] % 8 == 0)\n"
-    async with served_job(tmp_path, hooks) as buffer:
-        await buffer.write(*[one for n in range(1, 33) for one in group(n, (0, 1))])
-        assert await buffer.read_ids() == [8, 16, 24, 32]
-        assert not buffer.service.reads.paused
 
 
 async def test_a_hook_that_judges_well_does_not_hide_one_that_always_fails(tmp_path: Path) -> None:

@@ -116,18 +116,6 @@ async def test_a_write_that_cannot_be_stored_fails_alone(postgres: PostgresServe
         assert (await store.stats()).items == 4
 
 
-async def test_longest_ids_are_stored(open_store: OpenStore) -> None:
-    def letters(seed: int) -> str:
-        return "".join(chr(33 + (n * n * seed + n) % 90) for n in range(MAX_TEXT))
-
-    async with open_store() as store:
-        ids = letters(7), letters(11), letters(13), letters(17)
-        items = [item(ids[0] if n else ids[1], ids[2], n / 2, task=ids[3], job=ids[0]) for n in range(2)]
-        assert await store.write(items) == [True, True]
-        taken = await store.take(Wanted(groups=1, jobs=(ids[0],), task=ids[3], read_id=ids[1]))
-        assert taken.groups[0].instance_id == ids[2]
-
-
 async def test_a_cancelled_call_is_still_done_and_close_waits_for_what_is_under_way(
     open_store: OpenStore,
 ) -> None:
@@ -142,17 +130,6 @@ async def test_a_cancelled_call_is_still_done_and_close_waits_for_what_is_under_
         assert (await store.stats()).items == 40
 
 
-async def test_what_a_job_expects_is_changed_alone_and_stays(open_store: OpenStore) -> None:
-    async with open_store() as store:
-        running = await store.save_job(new_job(1))
-        await store.save_job(msgspec.structs.replace(running, state="stopped"))
-        await store.expect("j1", 7)
-        assert [(one.state, one.expected) for one in await store.jobs()] == [("stopped", 7)]
-        assert (await store.save_job(running)).expected == 7
-        with pytest.raises(NotFoundError):
-            await store.expect("nobody", 1)
-
-
 async def test_a_replaced_job_keeps_little_of_its_payload(open_store: OpenStore) -> None:
     async with open_store() as store, open_store() as other:
         kept = {"group_size": 2, "input_file": "/prompts"}
@@ -164,27 +141,6 @@ async def test_a_replaced_job_keeps_little_of_its_payload(open_store: OpenStore)
         await store.save_job(msgspec.structs.replace(old, state="stopped"))
         assert [one.payload for one in await store.jobs()] == [kept, old.payload]
         assert (await other.jobs())[-1] == new
-
-
-@pytest.mark.parametrize("many", [3_000, pytest.param(70_000, marks=pytest.mark.soak)])
-async def test_a_reader_finds_its_groups_behind_many_of_another_task(
-    open_store: OpenStore, many: int
-) -> None:
-    async with open_store() as store:
-        await store.save_job(msgspec.structs.replace(new_job(1), payload={"group_size": 1}))
-        for part in range(0, many, 1_000):
-            await store.write([item(f"r{n}", n, version=1) for n in range(part, part + 1_000)])
-        await store.write([item(f"mine-{n}", version=5, task="raw") for n in range(2)])
-        for wanted in (
-            Wanted(groups=1, task="raw"),
-            Wanted(groups=1, size=2),
-            Wanted(groups=1, skip_tasks=("t",)),
-            Wanted(groups=1, min_version=5),
-            Wanted(groups=1, min_version=5, jobs=("", "j1"), task="raw", size=2),
-        ):
-            assert [group.task for group in await store.peek(wanted)] == ["raw"]
-        nothing = await store.take(Wanted(groups=1, min_version=6, task="t", jobs=("j1",)))
-        assert (nothing.lease, nothing.stale) == (None, many)
 
 
 class LostJudge(FixedPolicy):

@@ -216,25 +216,6 @@ async def test_a_start_that_is_tried_again_after_the_end_does_not_do_it_twice(wo
     assert (await jobs.start({**PAYLOAD, "model": 2}))[0].id != other.id  # all of it was delivered
 
 
-async def test_starts_that_fail_race_or_are_cut_off_leave_one_generator(world: World) -> None:
-    world.generator(WAIT)
-    jobs = await world.server()
-    await asyncio.gather(*(jobs.start({**PAYLOAD, "model": i}) for i in range(4)))
-    for i in range(6):  # the client goes away while the answer is made
-        starting = asyncio.create_task(jobs.start({**PAYLOAD, "model": 100 + i}))
-        await asyncio.sleep(0.01 * i)
-        starting.cancel()
-        await asyncio.wait({starting})
-    last, _ = await jobs.start({**PAYLOAD, "model": 1000})
-    world.database.away = StorageFullError("no room")
-    with pytest.raises(StorageError):
-        await jobs.start({**PAYLOAD, "model": 3})
-    world.database.away = None
-    await until(lambda: len(world.alive(last)) == 2)  # the one that ran goes on
-    for record in await world.store.jobs():
-        assert record.id == last.id or (record.state == "stopped" and not world.alive(record))
-
-
 async def test_stop_ends_all_that_the_generator_started_and_another_start_goes_on(world: World) -> None:
     world.generator(
         "subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
