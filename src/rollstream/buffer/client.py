@@ -52,14 +52,6 @@ class BufferClientError(RollstreamError):
         super().__init__(message)
         self.status, self.code, self.where = status, code, where
 
-    def shifted(self, start: int) -> "BufferClientError":
-        """The same error, with the items of a request counted from `start`."""
-        where, text = (
-            re.sub(r"^items\[(\d+)", lambda at: f"items[{start + int(at[1])}", one)
-            for one in (self.where, str(self))
-        )
-        return BufferClientError(self.status, self.code, where, text)
-
 
 class BufferUnavailableError(TransientError):
     """The buffer was away, or had no room, for as long as the client tries."""
@@ -119,8 +111,8 @@ class AsyncBufferClient(AbstractAsyncContextManager["AsyncBufferClient"]):
             try:
                 answer = await self._tried("/v1/items", body, _answer, media_type="application/msgpack")
             except BufferClientError as error:
-                raise error.shifted(len(results)) from None
-            results += [one == "stored" for one in answer["results"]]
+                raise _shifted(error, len(results)) from None
+            results += [result == "stored" for result in answer["results"]]
         return Written(results.count(True), results.count(False), results)
 
     async def known(self, uids: Sequence[str]) -> list[bool]:
@@ -240,10 +232,10 @@ class AsyncBufferClient(AbstractAsyncContextManager["AsyncBufferClient"]):
         return await self._call(f"/v1/leases/{quote(lease_id, '')}/{verb}", payload)
 
     async def _list(self, name: str, **query: object) -> list[Record]:
-        given = urlencode({key: value for key, value in query.items() if value is not None})
-        listed: list[Record]
-        (listed,) = (await self._call(f"/v1/{name}?{given}")).values()
-        return listed
+        which = urlencode({key: value for key, value in query.items() if value is not None})
+        records: list[Record]
+        (records,) = (await self._call(f"/v1/{name}?{which}")).values()
+        return records
 
     async def _call(self, path: str, payload: object = None) -> Record:
         return await self._tried(path, None if payload is None else orjson.dumps(payload), _answer)
@@ -450,6 +442,13 @@ def _batch(bodies: list[bytes]) -> bytes:
     return msgspec.msgpack.encode({"items": [msgspec.Raw(body) for body in bodies]})
 
 
+def _shifted(error: BufferClientError, start: int) -> BufferClientError:
+    """The same error, with the items of a request counted from `start`."""
+    where = re.sub(r"\d+", lambda at: str(start + int(at[0])), error.where, count=1)
+    text = str(error).replace(error.where, where, 1) if error.where else str(error)
+    return BufferClientError(error.status, error.code, where, text)
+
+
 async def _answer(response: aiohttp.ClientResponse) -> Record:
     text = await response.read()
     with suppress(msgspec.MsgspecError, LookupError, TypeError):
@@ -458,8 +457,10 @@ async def _answer(response: aiohttp.ClientResponse) -> Record:
             return answer
         error = answer["error"]
         raise BufferClientError(response.status, error["code"], error.get("where") or "", error["message"])
-    said = f"HTTP {response.status}, not as a buffer answers: {text[:200].decode(errors='replace')}"
-    raise BufferClientError(response.status, "", "", said)
+    shown = text[:200].decode(errors="replace")
+    raise BufferClientError(
+        response.status, "", "", f"HTTP {response.status}, not as a buffer answers: {shown}"
+    )
 
 
 async def _next_frame(response: aiohttp.ClientResponse) -> Record:
@@ -469,13 +470,10 @@ async def _next_frame(response: aiohttp.ClientResponse) -> Record:
 
 def _read_group(items: bytes, encoding: Encoding, **rest: Any) -> ReadGroup:
     decode = msgspec.json.decode if encoding == "json" else msgspec.msgpack.decode
-    bodies = [bytes(body) for body in decode(items, type=list[msgspec.Raw])]
-    return ReadGroup(items=[_with_arrays(load_item(body, encoding)) for body in bodies], **rest)
-
-
-def _with_arrays(item: Record) -> Record:
-    for name, (code, _) in TOKENS.items():
-        if isinstance(value := item.get(name), list):
-            with suppress(TypeError, OverflowError):  # a hook may have put anything there
-                item[name] = array(code, value)
-    return item
+    loaded = [load_item(bytes(body), encoding) for body in decode(items, type=list[msgspec.Raw])]
+    for item in loaded:
+        for name, (code, _) in TOKENS.items():
+            if isinstance(value := item.get(name), list):
+                with suppress(TypeError, OverflowError):  # a hook may have put anything there
+                    item[name] = array(code, value)
+    return ReadGroup(items=loaded, **rest)

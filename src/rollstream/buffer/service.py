@@ -288,39 +288,35 @@ class Service:
 
     async def failures(self, scope: Scope) -> list[dict[str, Any]]:
         """The failures that keep groups from readers: of jobs, of hooks."""
-        found = [
-            {**msgspec.to_builtins(one), "message": str(one)}
-            for one in self.jobs.failures()
-            if scope.has(one.task, one.job)
+        of_jobs = [failure for failure in self.jobs.failures() if scope.has(failure.task, failure.job)]
+        found: list[dict[str, Any]] = [
+            {**msgspec.to_builtins(each), "message": str(each)} for each in of_jobs
         ]
+
+        def add(error: str, message: str, **facts: Any) -> None:
+            found.append({"error": error, "message": message, "final": False, **facts})
+
         for task, why in self.reads.paused.items():
             if scope.task in (None, task):
-                found.append({"task_type": task, "error": why, "message": why, "final": False})
+                add(why, why, task_type=task)
         if self._full:
-            message = f"writers wait until groups leave: {self._full}"
-            found.append({"error": self._full, "message": message, "final": False})
-        quarantined = await self.store.groups(
-            state="quarantined", task=scope.task, jobs=scope.jobs, limit=100
-        )
-        if quarantined:
-            last, count = quarantined[-1], str(len(quarantined)) + " or more" * (len(quarantined) == 100)
+            add(self._full, f"writers wait until groups leave: {self._full}")
+        groups = await self.store.groups(state="quarantined", task=scope.task, jobs=scope.jobs, limit=100)
+        if groups:
+            last, count = groups[-1], f"{len(groups)}{' or more' * (len(groups) == 100)}"
             error = (last.cause or "").strip().rpartition("\n")[2]
             why = (
                 f"{count} groups are quarantined, the last one by {last.reason}: {error} (GET /v1/quarantine)"
             )
-            facts = {"error": error, "message": why, "traceback": last.cause, "final": False}
-            found.append({"task_type": last.task, **facts})
+            add(error, why, task_type=last.task, traceback=last.cause)
         return found
 
     async def notices(self, taken: Taken, scope: Scope) -> list[str]:
         """Why there may be nothing for a reader although nothing fails."""
         found = self.drop_notices()
         counts = (await self.store.stats()).groups
-        if (ready := counts["ready"]) and not self.is_blocked(scope):
-            enough = f"{taken.available} of them fit this read" + ", which wants more" * (taken.available > 0)
-            others = "; others are of another task, job or size, or of an instance that it has already"
-            are = "groups are" if ready > 1 else "group is"
-            found.append(f"{ready} {are} ready, {enough}{others * (taken.available + taken.stale < ready)}")
+        if counts["ready"] and not self.is_blocked(scope):
+            found.append(f"{counts['ready']} groups are ready, {taken.available} of them fit this read")
         if taken.stale:
             found.append(f"{taken.stale} groups are older than max_staleness allows")
         found += [
@@ -329,23 +325,15 @@ class Service:
         last = self.store.last_job
         if last is None or not scope.has(last.task, last.id):
             return found
+        job = f"job {last.id} of task {last.task!r} "
         if last.state == "running":
             written, expected = self.store.items_of_job, f" of {last.expected}" if last.expected else ""
-            seconds = max(0.0, time.time() - last.started)
-            found.append(
-                f"job {last.id} of task {last.task!r} has run for {seconds:.0f} s and written {written}{expected} "
-                f"items; log: {self.jobs.log_of(last)}"
-            )
+            job += f"has run for {max(0.0, time.time() - last.started):.0f} s and written {written}{expected} items"
+            found.append(f"{job}; log: {self.jobs.log_of(last)}")
         elif taken.available:
-            found.append(
-                f"the last {taken.available} groups are less than this read wants, and job {last.id} is "
-                f"{last.state}: POST /v1/read with max_groups takes them"
-            )
+            found.append(f"{job}is {last.state}: POST /v1/read with max_groups takes the last groups")
         elif not await self.store.has_groups(last.id):
-            found.append(
-                f"job {last.id} of task {last.task!r} is {last.state} and all of it has left the buffer: "
-                "nothing more comes of it until a job is started"
-            )
+            found.append(f"{job}is {last.state} and all of it has left the buffer")
         return found
 
     def drop_notices(self) -> list[str]:

@@ -152,7 +152,7 @@ async def test_a_read_that_gets_nothing_says_where_the_groups_are(
         assert notice in (await buffer.post("/get_rollout_data", {}))[1]["message"]
         await buffer.write(group("short")[3])
         notice, *_ = await notices(batch_size=8)
-        assert notice == "1 group is ready, 1 of them fit this read, which wants more"
+        assert notice == "1 groups are ready, 1 of them fit this read"
         with caplog.at_level("INFO", "rollstream"):
             assert (await buffer.read())["head"]["lease"]
             await buffer.read(consumer="me")

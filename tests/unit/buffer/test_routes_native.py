@@ -128,7 +128,7 @@ async def test_staleness(tmp_path: Path) -> None:
         stale: dict[str, Any] = {"policy_version": 6, "max_staleness": 2}
         assert await buffer.read_ids(**stale) == ["new", "any"]
         told = (await buffer.read(**stale))["head"]["notices"]
-        assert told[0] == "1 group is ready, 0 of them fit this read"
+        assert told[0] == "1 groups are ready, 0 of them fit this read"
         assert told[1] == "1 groups are older than max_staleness allows"
         told = (await buffer.read(**stale, drop_stale=True))["head"]["notices"]
         assert "1 stale" in told[0] and not any("older than max_staleness" in one for one in told[1:])

@@ -140,7 +140,7 @@ class PostgresDatabase:
             )
             return int(row.fetchone()[0])
 
-    def tidy(self, room: int = 0) -> None:
+    def tidy(self, *, all_of_it: bool = False) -> None:
         """The database does it by itself."""
 
     @contextlib.contextmanager

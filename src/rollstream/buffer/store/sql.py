@@ -170,8 +170,8 @@ class Database(Protocol):
 
     def read(self, work: Callable[[Tx], T]) -> T: ...
     def disk_bytes(self) -> int: ...
-    def tidy(self, room: int = 0) -> None:
-        """Gives some unused space back to the disk; if there is less room than this, all of it."""
+    def tidy(self, *, all_of_it: bool = False) -> None:
+        """Gives unused space back to the disk: some of it, or all, also where the disk is full."""
         ...
 
 
@@ -436,10 +436,9 @@ class SqlStore:
                 result: list[bool] = await self._commit(items)
                 return result
             except StorageFullError:
-                size = _size(items)
-                if not await self._make_room(size):
+                if not await self._make_room(_size(items)):
                     raise
-                await self._in(self._changes, functools.partial(self._database.tidy, size))
+                await self._in(self._changes, lambda: self._database.tidy(all_of_it=True))
 
     @_change
     def _make_room(self, session: _Session, size: int) -> int:

@@ -222,21 +222,21 @@ class SqliteDatabase:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         connection.execute("PRAGMA busy_timeout = 10000")
 
-    def tidy(self, room: int = 0) -> None:
+    def tidy(self, *, all_of_it: bool = False) -> None:
         connection = self._changes
         assert connection is not None
         with _errors(self._path):
             self.large_bodies.delete_unnamed()  # not when it is opened: its format may be another one
             vacuum = f"PRAGMA incremental_vacuum({min(_IDLE_PAGES, self._log_pages)})"
             while True:
-                is_short = self.room() < room
+                is_short = all_of_it or self.room() < 0
                 (free,) = connection.execute("PRAGMA freelist_count").fetchone()
                 if free > (0 if is_short else _IDLE_PAGES):
                     self._with_reserve(lambda: connection.execute(vacuum).fetchall())
                 if is_short:
                     self._empty_log(connection)
                     self._refill()
-                if not is_short or free <= _IDLE_PAGES:
+                if not all_of_it or free <= _IDLE_PAGES:
                     return
 
 

@@ -196,18 +196,18 @@ def main(number: int, seconds: str) -> None:
 
 
 def _reply(request: _Request, loaded: dict[bytes, tuple[str, Hooks]]) -> bytes:
+    encode = msgspec.msgpack.encode
     try:
-        reply = msgspec.msgpack.encode(_Reply(_result(request, loaded)))
+        reply = encode(_Reply(_result(request, loaded)))
         if len(reply) > MAX_BYTES:
             raise HookError(f"{request.path}: the answer has {len(reply)} bytes, which is too much")
     except ItemError as error:
-        return msgspec.msgpack.encode(_Reply(item_error=(error.message, error.where)))
+        return encode(_Reply(item_error=(error.message, error.where)))
     except HookError as error:
-        return msgspec.msgpack.encode(_Reply(error=(str(error), error.hook, error.traceback)))
+        return encode(_Reply(error=(str(error), error.hook, error.traceback)))
     except BaseException as error:
         where = "" if isinstance(error, ConfigError) else f"{request.path}: {type(error).__name__}: "
-        trace = "".join(traceback.format_exception(error))
-        return msgspec.msgpack.encode(_Reply(error=(f"{where}{error}", "", trace)))
+        return encode(_Reply(error=(f"{where}{error}", "", "".join(traceback.format_exception(error)))))
     return reply
 
 

@@ -193,7 +193,7 @@ async def test_a_trainer_gets_nothing_of_the_job_before_its_own(tmp_path: Path) 
             "new"
         ] * 2
         answer = await read(buffer)
-        assert answer["success"] is False and "1 group is ready, 0 of them fit" in answer["message"]
+        assert answer["success"] is False and "1 groups are ready, 0 of them fit" in answer["message"]
         await buffer.write(*group("outside", (0, 1), task_type="other"))
         assert (await read(buffer))["success"] is False
         assert [len(one["items"]) for one in (await buffer.read(job=first["id"]))["groups"]] == [4]
