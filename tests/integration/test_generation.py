@@ -263,27 +263,8 @@ def test_a_loop_that_always_raises_stops_the_run_and_is_mended_in_place(
     assert (mended.completed, mended.failed, mended.exit_code) == (24, 0, 0)
     assert len(list((run_dir / "logs").glob("failed-*/*.rsj"))) == 1
     assert validate_run(run_dir).sound
-    with pytest.raises(IdentityMismatchError, match=r"agent loop mine \(.*loop_run_.*\.py\)"):
+    with pytest.raises(IdentityMismatchError, match="agent loop mine"):
         run_generation(with_loop(run_dir, sums, MENDED + "  # otherwise", **stub))
-
-
-def test_a_loop_that_made_nothing_is_mended_in_place(
-    tmp_path: Path, sums: Path, stub: dict[str, Any]
-) -> None:
-    rows = [orjson.loads(line) for line in sums.read_bytes().splitlines()]
-    for row in rows[:5]:
-        row["agent_name"] = "single_turn_agent"
-    sums.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
-    run_dir = tmp_path / "run"
-    broken = run_generation(with_loop(run_dir, sums, "raise KeyError('x')", **stub))
-    assert (broken.completed, broken.failed) == (10, 14)
-    before = pq.read_table(run_dir / "trajectories.parquet")
-    mended = run_generation(with_loop(run_dir, sums, MENDED, generation__retry_failed=True, **stub))
-    assert (mended.completed, mended.generated, mended.failed) == (24, 14, 0)
-    assert pq.read_table(run_dir / "trajectories.parquet").slice(0, 10).equals(before)
-    with pytest.raises(IdentityMismatchError):  # now it has made rollouts: no other code may add to them
-        run_generation(with_loop(run_dir, sums, MENDED + "  # again", **stub))
-    assert run_generation(with_loop(run_dir, sums, MENDED, **stub)).generated == 0
 
 
 def test_what_differs_is_named_by_file_and_setting(tmp_path: Path, sums: Path, stub: dict[str, Any]) -> None:

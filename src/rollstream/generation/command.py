@@ -208,8 +208,12 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
     if is_locked(lock := plan.run_dir / "run.lock"):
         raise RunDirectoryError(f"{plan.run_dir} is being written by another run: {lock_holder(lock)}")
     there = next(path for path in (plan.run_dir, *plan.run_dir.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise RunDirectoryError(f"trainer.default_local_dir={plan.run_dir}: cannot write to {there}")
+    if not there.is_dir():
+        raise RunDirectoryError(
+            f"{there} is a file; trainer.default_local_dir ({plan.run_dir}) must be a folder"
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise RunDirectoryError(f"cannot write to {there}")
     plan.say_unscored()
     await setup.prepare_reward(plan.scored_sources)
     plan.check_rows()

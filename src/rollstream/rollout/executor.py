@@ -20,7 +20,7 @@ import pickle
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -186,64 +186,45 @@ class _Slot:
         return not self.given_up and (self.worker is not None or recent)
 
 
+@dataclass(eq=False)
 class Executor:
-    """Runs owed rollouts until there are no more or it is told to stop.
+    """Runs owed rollouts until there are no more or it is told to stop."""
 
-    Args:
-        sink: makes rollouts durable.
-        backend: where workers run.
-        load_row: the prompt row of an index; may raise `DataError`.
-        max_in_flight: rollouts at once, over all workers.
-        workers: how many.
-        attempt_timeout: seconds for one attempt.
-        max_attempts: workers that a rollout may bring down, alone in them, before it is recorded as failed.
-        engine_timeout: seconds that workers which start may find no engine, once there was one.
-        adaptive: keeps fewer in flight while the engines are overloaded.
-        engine: asked how busy it is, where workers share one; None: they have their own.
-        urls: of the servers that workers use, where these may change.
-        on_durable: called for each rollout or failure once it is durable (R2).
-    """
+    sink: Sink
+    backend: WorkerBackend
+    _: KW_ONLY
+    load_row: Callable[[int], PromptRow]
+    """The prompt row of an index; may raise `DataError`."""
+    max_in_flight: int
+    """Rollouts at once, over all workers."""
+    workers: int = 1
+    attempt_timeout: float = 600.0
+    """Seconds for one attempt."""
+    max_attempts: int = 3
+    """Workers that a rollout may bring down, alone in them, before it is recorded as failed."""
+    engine_timeout: float = 600.0
+    """Seconds that workers which start may find no engine, once there was one."""
+    adaptive: bool = False
+    """Keeps fewer in flight while the engines are overloaded."""
+    engine: object = None
+    """Asked how busy it is, where workers share one; None: they have their own."""
+    urls: Callable[[], Sequence[str]] | None = None
+    """Of the servers that workers use, where these may change."""
+    on_durable: Callable[[Any], object] | None = None
+    """Called for each rollout or failure once it is durable (R2)."""
 
-    def __init__(
-        self,
-        sink: Sink,
-        backend: WorkerBackend,
-        *,
-        load_row: Callable[[int], PromptRow],
-        max_in_flight: int,
-        workers: int = 1,
-        attempt_timeout: float = 600.0,
-        max_attempts: int = 3,
-        engine_timeout: float = 600.0,
-        adaptive: bool = False,
-        engine: object = None,
-        urls: Callable[[], Sequence[str]] | None = None,
-        on_durable: Callable[[Any], object] | None = None,
-    ) -> None:
-        self._sink = sink
-        self._backend = backend
-        self._load_row = load_row
-        self._cap = max_in_flight
-        self._max_charges = max_attempts
-        self._engine_timeout = engine_timeout
-        self._silence_s = None if backend.is_local else attempt_timeout + _SILENCE_S
-        self._urls = urls
-        self._on_durable = on_durable
-        self.stats = WorkerStats(shared_engine=engine)
+    def __post_init__(self) -> None:
+        self.stats = WorkerStats(shared_engine=self.engine)
         self.counters = WindowCounters()
         self.deaths = 0
         """Workers that ended while they were wanted."""
-        self._controller = ConcurrencyController(max_in_flight, self.stats) if adaptive else None
-        self._workers = workers
+        self._cap = self.max_in_flight
+        self._controller = ConcurrencyController(self._cap, self.stats) if self.adaptive else None
         self._slots: list[_Slot] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._commits: set[asyncio.Future[None]] = set()
         self._queue: WorkQueue | None = None
-        self._pumping = False
-        self._paused = False
-        self._stopping = False
-        self._dropped = False
-        self._closed = False
+        self._pumping = self._paused = self._stopping = self._dropped = self._closed = False
         self._joined = asyncio.Event()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the first cause for which the run cannot go on."""
@@ -289,11 +270,11 @@ class Executor:
             ConfigError: a worker cannot be made as configured.
             RollstreamError: a worker says why it cannot start, or none comes.
         """
-        self._slots = [_Slot(number) for number in range(self._workers)]
+        self._slots = [_Slot(number) for number in range(self.workers)]
         for slot in self._slots:
             self._own(self._keep(slot))
-        if self._urls is not None:
-            self._own(self._send_urls(self._urls))
+        if self.urls is not None:
+            self._own(self._send_urls(self.urls))
         joined = asyncio.ensure_future(self._joined.wait())
         try:
             started: set[asyncio.Future[Any]] = {joined, self._failed}
@@ -315,7 +296,7 @@ class Executor:
         """
         if not self._slots:
             await self.start()
-        self._queue = queue = WorkQueue(keys, cap=self._cap, max_charges=self._max_charges)
+        self._queue = queue = WorkQueue(keys, cap=self._cap, max_charges=self.max_attempts)
         for number in self.pids:
             queue.add(number)
         self._ended.clear()
@@ -425,11 +406,11 @@ class Executor:
         rows = []
         for key in keys:
             try:
-                row = self._load_row(key.index)
+                row = self.load_row(key.index)
             except DataError as error:
                 self._refuse(queue, number, key, "", error)
                 continue
-            if row.images and not self._backend.shares_files:
+            if row.images and not self.backend.shares_files:
                 self._own(self._hand_over(queue, number, [(key, row)]))  # reading files holds nobody else up
             else:
                 rows.append((key, row))
@@ -448,9 +429,9 @@ class Executor:
         items = []
         for key, row in rows:
             try:
-                if self._backend.is_local:
+                if self.backend.is_local:
                     item = WorkItem(row.index, key.repeat, row.prompt_key, row)
-                elif not self._backend.shares_files and any(map(is_file, row.images)):
+                elif not self.backend.shares_files and any(map(is_file, row.images)):
                     item = await asyncio.to_thread(_packed_with_images, row, key.repeat)
                 else:
                     item = _packed(row, key.repeat)
@@ -480,7 +461,7 @@ class Executor:
             self._commit(queue, make_failure(key.index, key.repeat, prompt_key, 1, "prompt", error))
 
     def _commit(self, queue: WorkQueue, result: Result) -> None:
-        future = asyncio.ensure_future(self._sink.submit(result))
+        future = asyncio.ensure_future(self.sink.submit(result))
         self._commits.add(future)
         future.add_done_callback(partial(self._committed, queue, result))
 
@@ -499,9 +480,9 @@ class Executor:
             self.counters.failed += 1
         else:
             self.counters.completed += 1
-        if self._on_durable is not None:
+        if self.on_durable is not None:
             try:
-                self._on_durable(result)
+                self.on_durable(result)
             except Exception as own:
                 self._fail(own)
         self._pump_soon()
@@ -512,7 +493,7 @@ class Executor:
         )
         prompt_key = ""
         with suppress(DataError):
-            prompt_key = self._load_row(key.index).prompt_key
+            prompt_key = self.load_row(key.index).prompt_key
         return make_failure(key.index, key.repeat, prompt_key, charges, "agent", died)
 
     # -- workers
@@ -520,7 +501,7 @@ class Executor:
     async def _keep(self, slot: _Slot) -> None:
         """Sees to it that the slot has a worker, until it is given up."""
         while True:
-            worker = self._backend.spawn(slot.number)
+            worker = self.backend.spawn(slot.number)
             try:
                 pause = await self._live(slot, worker)
             finally:
@@ -554,7 +535,7 @@ class Executor:
         now = time.monotonic()
         if not isinstance(cause, EngineUnavailableError):
             slot.outage_since = None
-        elif slot.outage_since is None or now - slot.outage_since < self._engine_timeout:
+        elif slot.outage_since is None or now - slot.outage_since < self.engine_timeout:
             # As a worker that runs waits for it, and no fault of this one.
             slot.outage_since = slot.outage_since or now
             logger.warning("worker %d waits for an engine: %s", slot.number, cause)
@@ -571,26 +552,27 @@ class Executor:
         return None
 
     async def _join(self, slot: _Slot, worker: WorkerHandle) -> None:
-        if not self._backend.is_local:
+        if not self.backend.is_local:
             logger.info("worker %d is ready (pid %d)", slot.number, slot.pid)
         slot.restarts.failures = 0
         slot.outage_since = None
         self._joined.set()
-        if self._urls is not None:
-            await worker.follow(list(self._urls()))
+        if self.urls is not None:
+            await worker.follow(list(self.urls()))
         if self._queue is not None:
             self._queue.add(slot.number)
             self._pump_soon()
 
     async def _listen(self, slot: _Slot, worker: WorkerHandle) -> None:
         """Takes reports. Raises when the worker ends."""
+        silence_s = None if self.backend.is_local else self.attempt_timeout + _SILENCE_S
         async with aclosing(worker.reports()) as reports:
             while True:
                 try:
-                    async with asyncio.timeout(self._silence_s):
+                    async with asyncio.timeout(silence_s):
                         report = await anext(reports)
                 except TimeoutError:
-                    raise ChildDiedError(f"it has reported nothing for {self._silence_s:.0f} s") from None
+                    raise ChildDiedError(f"it has reported nothing for {silence_s:.0f} s") from None
                 for level, name, message in report.logs:
                     logging.getLogger(name).log(level, "worker %d: %s", slot.number, message)
                 self.stats.update(slot.number, report.status)
@@ -616,7 +598,7 @@ class Executor:
             for key, charges in queue.worker_lost(slot.number, suspect=not blameless):
                 self._commit(queue, self._blame(key, charges, cause))
             self._pump_soon()
-        if self._backend.is_local:
+        if self.backend.is_local:
             await worker.drop()  # what else it has in flight
         if isinstance(cause, EngineLostError):
             # At the beginning the first may have waited in vain before the second is there.

@@ -23,7 +23,7 @@ import random
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import compress
 from typing import Any, Protocol
 
@@ -109,51 +109,35 @@ class _Isolator:
         changed.set()
 
 
+@dataclass(eq=False)
 class RolloutWorker:
     """Runs rollouts, any number at once, in one event loop."""
 
-    def __init__(
-        self,
-        resources: AgentResources,
-        *,
-        sampling: SamplingParams,
-        seed: int | None,
-        default_agent_loop: str,
-        retry: RetryPolicy,
-        attempt_timeout: float,
-        availability: EngineAvailability,
-        reward: RewardScorer | None = None,
-        loops: AgentLoops | None = None,
-        refusal_patience: float = 0.0,
-        counts: Counts | None = None,
-    ) -> None:
-        """Args:
-        resources: shared by all loops of this worker.
-        sampling: for every generation; its seed is replaced by the rollout's own.
-        seed: makes tokens repeatable, rollout by rollout; None leaves seeds to the engine.
-        default_agent_loop: for rows that name none.
-        retry: how often and after how long.
-        attempt_timeout: seconds for one attempt.
-        availability: of the engine; rollouts wait while it is away.
-        reward: None leaves rollouts unscored.
-        loops: the agent loops by name; None knows the built-in and the registered ones.
-        refusal_patience: seconds from the first time on that the engine refuses a rollout for want of room,
-            for which its refusals are charged to no attempt.
-        counts: what this worker counts is counted there, too.
-        """
-        self._resources = resources
-        self._sampling = sampling
-        self._seed = seed
-        self._default_loop = default_agent_loop
-        self._retry = retry
-        self._attempt_timeout = attempt_timeout
-        self._availability = availability
-        self._refusal_patience = refusal_patience
-        self._reward = reward
-        self._loops = loops or AgentLoops()
+    resources: AgentResources
+    _: KW_ONLY
+    sampling: SamplingParams
+    """For every generation; its seed is replaced by the rollout's own."""
+    seed: int | None
+    """Makes tokens repeatable, rollout by rollout; None leaves seeds to the engine."""
+    default_agent_loop: str
+    """For rows that name none."""
+    retry: RetryPolicy
+    attempt_timeout: float
+    """Seconds for one attempt."""
+    availability: EngineAvailability
+    reward: RewardScorer | None = None
+    """None leaves rollouts unscored."""
+    loops: AgentLoops | None = None
+    """By name; None knows the built-in and the registered ones."""
+    refusal_patience: float = 0.0
+    """Seconds from the first time on that the engine refuses a rollout for want of room, for which its refusals are
+    charged to no attempt."""
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        self._loops = self.loops or AgentLoops()
         self._isolator = _Isolator()
         self._jitter = random.Random()
-        self.counters = counts or Counts()
 
     async def run(
         self, row: PromptRow, repeat: int, *, name: str = "", on_scoring: Callable[[], object] = lambda: None
@@ -169,11 +153,11 @@ class RolloutWorker:
         suspected = passed = False
         try:
             while not passed:
-                await self._availability.wait()
+                await self.availability.wait()
                 alone = await self._isolator.enter(suspected=suspected)
-                returns, started, outage = self._availability.returns, time.monotonic(), None
+                returns, started, outage = self.availability.returns, time.monotonic(), None
                 try:
-                    if not self._availability.is_available:
+                    if not self.availability.is_available:
                         continue  # it closed while this one waited
                     loop, trajectories = await self._attempt(row, repeat, attempt, f"{name}-{attempt}")
                     passed = True
@@ -183,8 +167,8 @@ class RolloutWorker:
                 finally:
                     self._isolator.leave(outage=outage is not None)
                 if outage is not None:
-                    self._availability.mark_away(outage, returns)
-                    self.counters.unavailable += 1
+                    self.availability.mark_away(outage, returns)
+                    self.counts.unavailable += 1
                     outages += 1
                     if outages >= _FREE_OUTAGES and not suspected:
                         suspected = True
@@ -194,20 +178,18 @@ class RolloutWorker:
                 if isinstance(failure, EngineOverloadedError):
                     refusals += 1
                     refused_at = min(refused_at, time.monotonic())
-                    if time.monotonic() - refused_at < self._refusal_patience:
+                    if time.monotonic() - refused_at < self.refusal_patience:
                         # The engine is there and full: it makes room at the pace of answers, not of retries.
-                        await asyncio.sleep(
-                            min(_REFUSAL_WAIT_S_MAX, self._retry.wait(refusals, self._jitter))
-                        )
+                        await asyncio.sleep(min(_REFUSAL_WAIT_S_MAX, self.retry.wait(refusals, self._jitter)))
                         continue
-                if attempt >= self._retry.max_attempts or not (outage is not None or is_transient(failure)):
+                if attempt >= self.retry.max_attempts or not (outage is not None or is_transient(failure)):
                     return make_failure(row.index, repeat, row.prompt_key, attempt, _stage(failure), failure)
-                self.counters.retries += 1
-                wait = self._retry.wait(attempt, self._jitter)
+                self.counts.retries += 1
+                wait = self.retry.wait(attempt, self._jitter)
                 line = (
                     f"({row.index}, {repeat}): attempt {attempt}: {_one_line(failure)}; again in {wait:.1f} s"
                 )
-                _log_few(line, self.counters.retries)
+                _log_few(line, self.counts.retries)
                 attempt += 1
                 await asyncio.sleep(wait)
         finally:
@@ -218,13 +200,13 @@ class RolloutWorker:
             for trajectory in trajectories:
                 trajectory.metrics.queue_s = started - dispatched
                 tools = loop.tool_marks(trajectory.prompt_ids)
-                trajectory.extra = {**row_extra, **tools, **trajectory.extra, **self._resources.marks}
+                trajectory.extra = {**row_extra, **tools, **trajectory.extra, **self.resources.marks}
             on_scoring()
             await score_trajectories(
-                self._reward,
+                self.reward,
                 replace(row, extra_info={**row.extra_info, **loop.reward_info}),
                 trajectories,
-                decode=self._resources.tokenizer.decode,
+                decode=self.resources.tokenizer.decode,
                 snapshots=loop.snapshot_scoring,
                 final_answer=loop.final_answer,
                 on_error=self._count_unscored,
@@ -250,8 +232,8 @@ class RolloutWorker:
         self, row: PromptRow, repeat: int, attempt: int, request_id: str
     ) -> tuple[AgentLoop, Sequence[Trajectory]]:
         """The loop, which the caller closes, and its result."""
-        name = row.agent_name or self._default_loop
-        loop = self._loops.create(name, self._resources, request_id=request_id)
+        name = row.agent_name or self.default_agent_loop
+        loop = self._loops.create(name, self.resources, request_id=request_id)
         try:
             return loop, await self._run(loop, name, row, repeat, attempt)
         except BaseException:
@@ -261,11 +243,11 @@ class RolloutWorker:
     async def _run(
         self, loop: AgentLoop, name: str, row: PromptRow, repeat: int, attempt: int
     ) -> Sequence[Trajectory]:
-        sampling = self._sampling
+        sampling = self.sampling
         if (own := row.columns.get("sampling_params")) is not None:
             sampling = sampling_of_row(sampling, own)
-        if self._seed is not None:
-            sampling = replace(sampling, seed=rollout_seed(self._seed, row.index, repeat))
+        if self.seed is not None:
+            sampling = replace(sampling, seed=rollout_seed(self.seed, row.index, repeat))
         arguments = {
             **row.columns,
             "raw_prompt": row.messages,
@@ -278,13 +260,13 @@ class RolloutWorker:
             "images": row.images,
         }
         try:
-            async with asyncio.timeout(self._attempt_timeout) as limit:
+            async with asyncio.timeout(self.attempt_timeout) as limit:
                 result = await loop.run(sampling, **arguments)
         except TimeoutError as error:
             if limit.expired():
-                self.counters.timeouts += 1
+                self.counts.timeouts += 1
                 raise AttemptTimeoutError(
-                    f"attempt {attempt} took longer than {self._attempt_timeout:g} s (generation.attempt_timeout)"
+                    f"attempt {attempt} took longer than {self.attempt_timeout:g} s (generation.attempt_timeout)"
                 ) from error
             raise
         except asyncio.CancelledError as error:
@@ -306,14 +288,14 @@ class RolloutWorker:
         check_trajectories(
             trajectories,
             logprobs=sampling.logprobs,
-            ids=self._resources.tokenizer.makes_ids,
-            vocab_size=self._resources.vocab_size,
+            ids=self.resources.tokenizer.makes_ids,
+            vocab_size=self.resources.vocab_size,
         )
         return trajectories
 
     def _count_unscored(self, error: RewardError) -> None:
-        self.counters.reward_errors += 1
-        _log_few(f"could not be scored: {_one_line(error)}", self.counters.reward_errors)
+        self.counts.reward_errors += 1
+        _log_few(f"could not be scored: {_one_line(error)}", self.counts.reward_errors)
 
 
 async def score_trajectories(

@@ -24,7 +24,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
@@ -234,45 +234,34 @@ class SessionLoop(AgentLoop):
         return trajectories
 
 
+@dataclass(eq=False)
 class SessionService:
-    """The sessions, and the routes to them.
+    """The sessions, and the routes to them."""
 
-    Args:
-        run: executes a rollout, as `RolloutWorker.run`, by `SessionLoop`; one attempt each, without a time limit.
-        sink: makes them durable.
-        endpoint: answers the programs' calls.
-        train_side_calls: whether side calls are branches as any other.
-        limits: of one session.
-        engine_wait: seconds that a call waits for an engine that is away.
-        expire_s: seconds without a call after which a session fails.
-        max_sessions: open at once, at most.
-        update_weights: gives the engine weights; None where it takes none.
-        weights: folders below which those may be.
-        clock: monotonic seconds.
-    """
+    run: Callable[..., Coroutine[Any, Any, Rollout | Failure]]
+    """Executes a rollout, as `RolloutWorker.run`, by `SessionLoop`; one attempt each, without a time limit."""
+    sink: Sink
+    endpoint: Endpoint
+    """Answers the programs' calls."""
+    _: KW_ONLY
+    train_side_calls: bool = False
+    """Whether side calls are branches as any other."""
+    limits: SessionLimits = SessionLimits()  # noqa: RUF009 (frozen)
+    engine_wait: float = 0.0
+    """Seconds that a call waits for an engine that is away."""
+    expire_s: float = 3600.0
+    """Seconds without a call after which a session fails."""
+    max_sessions: int = 1024
+    """Open at once, at most."""
+    update_weights: Callable[[str, int], Any] | None = None
+    """Gives the engine weights; None where it takes none."""
+    weights: tuple[Path, ...] = ()
+    """Folders below which those may be."""
+    clock: Callable[[], float] = time.monotonic
 
-    def __init__(
-        self,
-        run: Callable[..., Coroutine[Any, Any, Rollout | Failure]],
-        sink: Sink,
-        endpoint: Endpoint,
-        *,
-        train_side_calls: bool = False,
-        limits: SessionLimits = SessionLimits(),  # noqa: B008 (frozen)
-        engine_wait: float = 0.0,
-        expire_s: float = 3600.0,
-        max_sessions: int = 1024,
-        update_weights: Callable[[str, int], Any] | None = None,
-        weights: tuple[Path, ...] = (),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.endpoint, self.limits, self.engine_wait = endpoint, limits, engine_wait
-        self.train_side_calls = train_side_calls
-        self._run, self._sink = run, sink
-        self._expire_s, self._max_sessions, self._clock = expire_s, max_sessions, clock
-        self._update, self._weights = update_weights, weights
-        self._updating = asyncio.Lock()
+    def __post_init__(self) -> None:
         self.weight_version = 0
+        self._updating = asyncio.Lock()
         self._open: dict[str, _Session] = {}
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._closing = False
@@ -307,17 +296,17 @@ class SessionService:
     def _begin(self, id: str, asked: CreateSession, digest: str) -> _Session:
         if self._closing:
             raise HTTPError(503, "the gateway is ending", "closing", headers={"retry-after": "10"})
-        if len(self._open) >= self._max_sessions:
-            text = f"{self._max_sessions} sessions are open, which is --max-sessions"
+        if len(self._open) >= self.max_sessions:
+            text = f"{self.max_sessions} sessions are open, which is --max-sessions"
             raise HTTPError(429, text, "too_many_sessions", headers={"retry-after": "5"})
-        place = self._sink.place(id, asked)
-        session = _Session(id, place, digest, self, self._clock())
+        place = self.sink.place(id, asked)
+        session = _Session(id, place, digest, self, self.clock())
         session.result.add_done_callback(_seen)
         self._open[id] = session
         self._empty.clear()
         token = _current.set(session)  # the task has it
         session.playing = asyncio.create_task(
-            self._run(replace(place.row, agent_name=LOOP), place.repeat, name=id)
+            self.run(replace(place.row, agent_name=LOOP), place.repeat, name=id)
         )
         _current.reset(token)
         return session
@@ -379,11 +368,11 @@ class SessionService:
             raise HTTPError(503, f"session {session.id} is gone: {text}", "unavailable")
         result = playing.result()
         try:
-            await self._sink.write(session.id, place, result)
+            await self.sink.write(session.id, place, result)
         except EncodingError as error:
             result = make_failure(place.row.index, place.repeat, place.row.prompt_key, 1, "store", error)
             with contextlib.suppress(EncodingError):  # its row may be what is refused
-                await self._sink.write(session.id, place, result)
+                await self.sink.write(session.id, place, result)
         info = ended_info(session.id, place, result)
         ended = Ended(info, session.digest if info.state == "finished" else None)
         self._close(session)
@@ -402,7 +391,7 @@ class SessionService:
     def _drop(self, session: _Session) -> None:
         """Forgets a session of which nothing is recorded."""
         if self._open.get(session.id) is session:
-            self._sink.free(session.place)
+            self.sink.free(session.place)
             self._close(session)
 
     def _remember(self, ended: Ended) -> None:
@@ -414,26 +403,26 @@ class SessionService:
         if id in self._open:
             return None
         ended = self._ended.get(id)
-        if ended is None and (ended := await self._sink.find(id)) is not None:
+        if ended is None and (ended := await self.sink.find(id)) is not None:
             self._remember(ended)
         return ended
 
     def expire(self) -> None:
         """Ends those that were left alone, and tries again what could not be written."""
-        now = self._clock()
+        now = self.clock()
         for session in list(self._open.values()):
             calls, open_calls, _ = session.counts()
             if session.result.done():
                 self._end(session)
             elif open_calls or calls != session.seen_calls:
                 session.seen_calls, session.last_used = calls, now
-            elif now - session.last_used >= self._expire_s:
-                self._end(session, f"it was left alone for {self._expire_s:g} s (--expire-seconds)")
+            elif now - session.last_used >= self.expire_s:
+                self._end(session, f"it was left alone for {self.expire_s:g} s (--expire-seconds)")
 
     async def watch(self) -> None:
         """Ends those that are left alone, for as long as this runs."""
         while True:
-            await asyncio.sleep(min(_LONGEST_LOOK_S, self._expire_s / 4))
+            await asyncio.sleep(min(_LONGEST_LOOK_S, self.expire_s / 4))
             self.expire()
 
     async def drain(self, grace_s: float) -> int:
@@ -518,7 +507,7 @@ class SessionService:
             state="ending" if session.result.done() else "open",
             base_url=f"{session.url}/v1",
             api_key=session.url.rpartition("/")[2],
-            expires_in=self._expire_s,
+            expires_in=self.expire_s,
             messages=place.row.messages if opening else None,
             calls=calls,
             open_calls=open_calls,
@@ -529,13 +518,13 @@ class SessionService:
 
     async def _update_weights(self, request: Request) -> Any:
         asked = await request.json(UpdateWeights)
-        if self._update is None:
+        if self.update_weights is None:
             raise HTTPError(400, "this engine cannot update its weights", "unsupported")
-        path = str(weights_below(self._weights, asked.model_path))
+        path = str(weights_below(self.weights, asked.model_path))
 
         async def load(version: int) -> None:
-            assert self._update is not None
-            await self._update(path, version)
+            assert self.update_weights is not None
+            await self.update_weights(path, version)
             self.weight_version = version
 
         async with self._updating:

@@ -175,7 +175,7 @@ async def test_whatever_tools_do_the_neighbours_are_untouched(tmp_path: Path) ->
             worker = make_worker(resources(engine, tools=box))
             async with asyncio.timeout(FAR):
                 results = await asyncio.gather(*(worker.run(make_row(key), 0) for key in keys))
-            return results, worker.counters.retries
+            return results, worker.counts.retries
 
     keys = [*good, *rows]
     results, retries = await play_all(keys)
@@ -295,7 +295,7 @@ async def test_a_rollout_that_is_tried_again_has_a_fresh_session() -> None:
     async with opened([tool]) as box:
         worker = make_worker(resources(engine, tools=box))
         rollout = completed(await worker.run(make_row(), 0))
-    assert (rollout.attempts, worker.counters.retries) == (2, 1)
+    assert (rollout.attempts, worker.counts.retries) == (2, 1)
     once = ["create", "execute", "execute", "calc_reward", "release"]
     assert tool.tool.done == [*once, *once]
     first, second = tool.tool.log[0][1], tool.tool.log[5][1]

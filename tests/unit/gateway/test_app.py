@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.agent.images import ImageReader
-from rollstream.errors import EngineError
 from rollstream.gateway import app
 from rollstream.gateway.app import SESSION_HEADER, Endpoint
 from rollstream.gateway.recorder import Recorder
@@ -89,12 +88,6 @@ def says(what: str | Exception, released: asyncio.Event | None = None) -> Answer
     return rule
 
 
-def events_of(stream: bytes) -> list[Any]:
-    """The data of each event, without the signs of life."""
-    lines = [line for line in stream.split(b"\n") if line.startswith(b"data: ") and b"[DONE]" not in line]
-    return [event for line in lines if (event := orjson.loads(line[6:])).get("type") != "ping"]
-
-
 @pytest.mark.parametrize("route", ASK)
 async def test_all_apis_show_the_model_the_same_and_are_recorded_exactly(route: str) -> None:
     texts = iter([call_text("add", a=1) + END, "78" + END] * 2)
@@ -122,72 +115,6 @@ async def test_a_text_that_was_cut_through_an_emoji_is_taken_and_noted(route: st
         trajectories = client.recorder.trajectories()
     assert "\ufffd q" in demo_tokenizer().decode(engine.requests[0].prompt_ids)
     assert [one.extra["gateway"] for one in trajectories] == [{"replaced_surrogates": 1}] * 2
-
-
-@pytest.mark.parametrize("route", ASK)
-@pytest.mark.parametrize("slow", [False, True])
-async def test_a_stream_says_the_same(route: str, slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that takes long is announced by its headers and signs of life."""
-    monkeypatch.setattr(app, "_HEADERS_S", 0.0 if slow else 60.0)
-    monkeypatch.setattr(app, "_KEEP_ALIVE_S", 0.001)
-    released = asyncio.Event()
-    engine = await started(says(call_text("add", a=1) + END, released if slow else None))
-    async with served(engine) as client:
-        asked = {**ASK[route], "tools": TOOLS[route]}
-        status, stream = await client.post({**asked, "stream": True}, route, released)
-        _, whole = await client.post(asked, route)
-    assert status == 200
-    assert slow == (b"keep-alive" in stream or b"ping" in stream)
-    events = events_of(stream)
-    if route == CHAT:
-        deltas = [event["choices"][0]["delta"] for event in events]
-        assert deltas[0] == {"role": "assistant", "content": None}
-        assert deltas[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a":1}'}
-        assert events[-1]["choices"][0]["finish_reason"] == whole["choices"][0]["finish_reason"]
-        assert stream.endswith(b"data: [DONE]\n\n")
-    elif route == RESPONSES:
-        assert [event["sequence_number"] for event in events] == [*range(len(events))]
-        assert events[-1]["type"] == "response.completed"
-        (given,), (streamed,) = whole["output"], events[-1]["response"]["output"]
-        assert given["arguments"] == streamed["arguments"] == events[3]["delta"]
-    else:
-        assert [event["type"] for event in events] == [
-            "message_start",
-            *(f"content_block_{part}" for part in ("start", "delta", "stop")),
-            "message_delta",
-            "message_stop",
-        ]
-        assert orjson.loads(events[2]["delta"]["partial_json"]) == whole["content"][0]["input"]
-        assert events[4]["delta"]["stop_reason"] == whole["stop_reason"] == "tool_use"
-
-
-@pytest.mark.parametrize("route", ASK)
-@pytest.mark.parametrize("slow", [False, True])
-async def test_errors_of_the_engine_in_a_stream(
-    route: str, slow: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that comes soon has its status; a later one ends the stream as its client expects it."""
-    monkeypatch.setattr(app, "_HEADERS_S", 0.0 if slow else 60.0)
-    released = asyncio.Event()
-    engine = await started(says(EngineError("no such ids"), released if slow else None))
-    async with served(engine) as client:
-        status, body = await client.post({**ASK[route], "stream": True}, route, released)
-    if not slow:
-        assert status == 400 and body["error"]["message"] == "no such ids"
-        return
-    assert status == 200
-    (event,) = events_of(body)
-    assert event["error"]["message"] == "no such ids"
-    assert event.get("type") == (None if route == CHAT else "error")
-
-
-@pytest.mark.parametrize("route", ASK)
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"messages": 3, "input": 3}', b"\xff", b"{}"])
-async def test_garbage_is_a_400(route: str, body: bytes) -> None:
-    engine = await started()
-    async with served(engine) as client:
-        assert (await client.post(body, route))[0] == 400
-        assert (await client.post(ASK[route], route))[0] == 200
 
 
 @given(st.lists(st.tuples(st.sampled_from(list(BODIES)), PLACES, JSON), min_size=5, max_size=5))

@@ -20,19 +20,6 @@ def settings(*words: str) -> Settings:
     return to_settings(compose([f"actor_rollout_ref.model.path={MODEL_PATH}", *words]))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        (f"{ROLLOUT}.name=openvino",),
-        (f"{ROLLOUT}.name=hf", "trainer.n_gpus_per_node=8"),
-        (f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.server_urls=[http://a:1]"),
-    ],
-)
-def test_engines_that_need_no_launch_are_not_launched(words: tuple[str, ...]) -> None:
-    assert launch_request(settings(*words)) is None
-    assert launch_identity(settings(*words, f"{ROLLOUT}.dtype=bfloat16")) == {}
-
-
 @pytest.mark.parametrize("words", [(f"{ROLLOUT}.name=openvino",), (f"{ROLLOUT}.server_urls=[http://a:1]",)])
 def test_what_to_launch_is_refused_where_nothing_is_launched(words: tuple[str, ...]) -> None:
     given = settings(f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.launch.replicas=2", *words)
@@ -70,18 +57,6 @@ def test_layout_is_free_and_what_decides_the_data_is_not() -> None:
     assert serve["launch.server"] == "rollstream"
     assert serve["launch.engine.kv_cache_precision"] == "f32"
     assert not any("num_threads" in key for key in serve)
-
-
-@pytest.mark.parametrize(
-    "name", ["override_generation_config", "generation-config", "lora_modules", "revision"]
-)
-def test_arguments_that_say_which_model_answers_decide_the_data(name: str) -> None:
-    plain = (f"{ROLLOUT}.name=vllm",)
-    key = f"launch.args.{name.replace('_', '-')}"
-    for value in ("a", False):
-        assert launch_identity(settings(*plain, f"{ROLLOUT}.launch.args={{{name}: {value}}}")) == {key: value}
-    serve = launch_identity(settings(*SERVE, f"{ROLLOUT}.launch.args={{engine-kwargs: {{num_threads: 1}}}}"))
-    assert "launch.args.engine-kwargs" not in serve
 
 
 @pytest.mark.parametrize(

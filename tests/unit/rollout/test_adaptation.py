@@ -3,7 +3,6 @@
 import asyncio
 from itertools import count, takewhile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +14,6 @@ from rollstream.store.run import Run
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.testing.stub_faults import Faults, Latency
 from rollstream.testing.stub_server import StubServer
-from rollstream.trajectory import Completion
 from tests.support.until import until
 from tests.unit.agent.rollouts import started
 from tests.unit.rollout.test_executor import Harness
@@ -53,25 +51,6 @@ async def test_a_long_queue_is_cut_short_and_nothing_is_lost(tmp_path: Path) -> 
     assert 4 < harness.executor.cap <= 32
 
 
-@pytest.mark.usefixtures("quick")
-async def test_refusals_lower_the_cap_and_it_recovers(tmp_path: Path) -> None:
-    async with StubServer(response_tokens=8, latency=Latency("fixed", 0.01)) as server:
-        server.faults = Faults(error=0.3, error_status=429)
-        engine = SGLangEngine([server.url])
-        await engine.start()
-        with open_dir(tmp_path) as run:
-            harness = Harness(run, engine, max_in_flight=32, adaptive=True)
-            keys = run.state.keys.owed(range(10_000), retry_failed=False)
-            work = asyncio.create_task(harness.executor.run(keys))
-            await until(lambda: harness.executor.cap <= 16)
-            server.faults = Faults()
-            await until(lambda: harness.executor.cap == 32)
-            harness.executor.stop()
-            await work
-            await harness.close()
-        await engine.close()
-
-
 @pytest.mark.virtual_time
 async def test_refusals_cost_no_attempt_until_patience_ends(tmp_path: Path) -> None:
     engine = await started()
@@ -86,29 +65,6 @@ async def test_refusals_cost_no_attempt_until_patience_ends(tmp_path: Path) -> N
     assert {(one.index, one.attempts, one.error) for one in failures} == {
         (1, 3, "EngineOverloadedError: 429: no")
     }
-
-
-class LateRefusal(ScriptedEngine):
-    """Refuses for the first time when an attempt has lasted longer than the patience."""
-
-    refused = False
-
-    async def generate(self, *args: Any, **kwargs: Any) -> Completion:
-        if not self.refused:
-            self.refused = True
-            await asyncio.sleep(1.1)
-            raise EngineOverloadedError("429")
-        return await super().generate(*args, **kwargs)
-
-
-@pytest.mark.virtual_time
-async def test_patience_begins_with_the_first_refusal(tmp_path: Path) -> None:
-    with open_dir(tmp_path) as run:
-        engine = LateRefusal()
-        await engine.start()
-        harness = Harness(run, engine, refusal_patience=1.0)
-        await harness.work(1)
-    assert Run.open(tmp_path).find(0, 0).row["attempts"] == 1
 
 
 class BusyEngine(ScriptedEngine):
@@ -128,24 +84,6 @@ async def busy(**named: object) -> BusyEngine:
     engine = BusyEngine(**named)  # type: ignore[arg-type]
     await engine.start()
     return engine
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("how", ["stop", "drop", "cancel"])
-async def test_slots_that_wait_for_room_end_with_the_run(tmp_path: Path, how: str) -> None:
-    engine = await busy(latency=0.005)
-    engine.fail(lambda request: True, EngineOverloadedError("429"), times=None)
-    with open_dir(tmp_path) as run:
-        harness = Harness(run, engine, max_in_flight=32, adaptive=True)
-        work = asyncio.create_task(
-            harness.executor.run(run.state.keys.owed(range(10_000), retry_failed=False))
-        )
-        await until(lambda: max(harness.executor.cap, harness.executor.counters.in_flight) <= 8)
-        {"stop": harness.executor.stop, "drop": harness.executor.drop, "cancel": work.cancel}[how]()
-        await asyncio.gather(work, return_exceptions=True)
-        await harness.close()
-        assert harness.executor.counters.in_flight == 0
-        assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
 
 
 async def test_a_broken_adaptation_ends_the_run_with_its_error(

@@ -117,8 +117,8 @@ async def test_every_rollout_is_done_or_recorded(tmp_path: Path) -> None:
         harness = Harness(run, engine)
         await harness.work(7)
         assert (run.state.keys.done, run.state.keys.failed) == (14 - 4, 4)
-        assert harness.worker.counters.retries == 3
-        assert harness.worker.counters.reward_errors == 2
+        assert harness.worker.counts.retries == 3
+        assert harness.worker.counts.reward_errors == 2
     failures = {(one.index, one.repeat): one for one in Run.open(tmp_path).failures()}
     assert failures.keys() == {(1, 0), (4, 1), (5, 0), (5, 1)}
     assert failures[1, 0].error == "EngineError: 400: no"
@@ -164,13 +164,6 @@ async def test_a_row_says_how_it_is_sampled(tmp_path: Path) -> None:
     assert isinstance(failed, Failure) and "has 'temprature'" in failed.error
 
 
-async def test_in_flight_never_exceeds_the_window(tmp_path: Path) -> None:
-    engine = await started(latency=0.001)
-    with open_dir(tmp_path) as run:
-        await Harness(run, engine, max_in_flight=5).work(5)
-    assert 0 < engine.peak_in_flight <= 5
-
-
 async def test_an_outage_costs_no_attempt(tmp_path: Path) -> None:
     engine = await started(latency=0.01)
     with open_dir(tmp_path) as run:
@@ -184,7 +177,7 @@ async def test_an_outage_costs_no_attempt(tmp_path: Path) -> None:
         engine.come_back()
         await work
         assert (run.state.keys.done, run.state.keys.failed) == (10, 0)
-        assert harness.worker.counters.unavailable > 0
+        assert harness.worker.counts.unavailable > 0
     assert Run.open(tmp_path).find(0, 0).row["attempts"] == 1
 
 

@@ -29,16 +29,6 @@ def test_counts_and_generations_only_rise(events: list[tuple[int, int, bool]]) -
     assert stats.counts.finished == expected
 
 
-def test_whether_work_waits() -> None:
-    stats = WorkerStats()
-    assert stats.is_available and not stats.all_wait
-    stats.update(1, WorkerStatus(is_available=False))
-    stats.update(2, WorkerStatus())
-    assert not stats.is_available and not stats.all_wait
-    stats.remove(2)
-    assert stats.all_wait
-
-
 async def test_loads_are_added_up_unless_workers_share_an_engine() -> None:
     @dataclass
     class Shared:

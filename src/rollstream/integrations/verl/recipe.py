@@ -21,7 +21,6 @@ from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.config.settings import Settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Capabilities, Engine
-from rollstream.engine.load import Counts
 from rollstream.engine.ray_package import submit
 from rollstream.engine.registry import engine_kind
 from rollstream.errors import ConfigError, EngineError, EngineLostError
@@ -224,10 +223,6 @@ class SampleWorker:
     def __init__(self, worker: RolloutWorker, context: _Context) -> None:
         self._worker = worker
         self._context = context
-
-    @property
-    def counters(self) -> Counts:
-        return self._worker.counters
 
     async def run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
         """See `RolloutWorker.run`; `row` is a `VerlRow`."""
