@@ -147,13 +147,6 @@ def test_another_dataset_is_refused_on_resume(run: Any, tmp_path: Path) -> None:
         trainer(tmp_path, others, max_steps=6).train(resume_from_checkpoint=checkpoint)
 
 
-def test_a_row_that_was_mended_ends_no_resume(run: Any, tmp_path: Path) -> None:
-    mended = rows(ROWS).map(lambda row, index: {"answer": "7"} if index == 3 else row, with_indices=True)
-    resumed = trainer(tmp_path, mended, max_steps=6)
-    resumed.train(resume_from_checkpoint=str(Path(run.args.output_dir) / "checkpoint-4"))
-    assert resumed.trained_rows == run.trained_rows[4:]
-
-
 def test_a_finished_training_that_is_resumed_returns_at_once(tmp_path: Path) -> None:
     saved = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "group_filter": "no_signal"}
     trainer(tmp_path, rows(ROWS), **saved).train()
@@ -544,14 +537,12 @@ def test_settings_that_cannot_work_are_refused(changed: dict[str, Any], said: st
         settings(tmp_path, **changed)
 
 
-@pytest.mark.parametrize("what", ["chat template", "end token", "vocabulary"])
+@pytest.mark.parametrize("what", ["chat template", "vocabulary"])
 def test_another_tokenizer_than_the_environments_is_refused(what: str, tmp_path: Path) -> None:
     def made(*words: str) -> Recording:
         it = trainer(tmp_path, rows(8), max_steps=1, env=environment(tmp_path, "hf", *words))
         if what == "chat template":
             it._tokenizer.chat_template = "{% for m in messages %}Q: {{ m.content }} A:{% endfor %}"
-        elif what == "end token":
-            it._tokenizer.eos_token = it._tokenizer.convert_ids_to_tokens(5)
         else:
             it._tokenizer.add_tokens(["<thought>"])
         return it

@@ -70,7 +70,8 @@ def test_figures() -> None:
             raise errors.pop()  # an engine that is away is no attempt
         time.sleep(0.05)
 
-    with generator(generate) as batches:
+    with generator(generate) as batches:  # a plain function
+        batches.start()  # again is nothing
         assert batches.get_average_generation_time() == 0.0
         for batch_id in range(2):
             batches.submit_batch(BatchRequest(batch_id))
@@ -78,13 +79,6 @@ def test_figures() -> None:
             assert result.generation_time >= 0.05 > result.queue_time
             assert result.attempts == (1 if batch_id else 3)
         assert batches.get_average_generation_time() >= 0.05
-
-
-def test_plain_functions_and_other_orders() -> None:
-    with generator(lambda request: request.inputs + 1, num_steps_async=4) as batches:
-        for batch_id in range(4):
-            assert batches.submit_batch(BatchRequest(batch_id, inputs=batch_id))
-        assert [batches.get_batch(batch_id).results for batch_id in (3, 1, 2, 0)] == [4, 2, 3, 1]
 
 
 def test_the_queue_is_bounded_and_counted() -> None:
@@ -180,20 +174,6 @@ def test_a_reader_outlasts_the_time_limit_of_a_batch_and_hears_the_cause() -> No
         batches.submit_batch(BatchRequest(0))
         with pytest.raises(GenerationFailedError, match=r"0\.2 s \(async_generation_timeout\)"):
             batches.get_batch(0)
-
-
-def test_start_and_stop() -> None:
-    batches = generator(hangs)
-    with pytest.raises(GenerationStoppedError, match=r"start\(\) comes first"):
-        batches.submit_batch(BatchRequest(0))
-    batches.start()
-    batches.start()  # again is nothing
-    batches.submit_batch(BatchRequest(0))
-    assert batches.stop(LONG_S)
-    with pytest.raises(GenerationStoppedError):
-        batches.get_batch(0)
-    with pytest.raises(GenerationStoppedError):
-        batches.start()
 
 
 def test_something_else_runs_in_its_loop() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.errors import ConfigError, TrainingError
+from rollstream.errors import ConfigError
 from rollstream.training.group import GroupBatch
 from rollstream.training.plan import ShuffledPlan
 from rollstream.training.schedule import GroupSchedule
@@ -243,22 +243,6 @@ def test_batches_by_tokens_are_as_full_as_the_budget_lets_them_be(
     assert play.sequence == full
 
 
-def test_a_batch_by_tokens_leaves_behind_what_was_begun_for_later_ones() -> None:
-    """What is begun while it fills up may be trained one step later, and is there for it."""
-    rule = StalenessRule(2, max_staleness=2, ahead=2, largest_step=16)
-    schedule = GroupSchedule(ShuffledPlan(99), rule, token_budget=12)
-    for step in range(4):
-        while (delivery := schedule.deliver(step)) is None:
-            group = schedule.admit(step)
-            assert group is not None
-            schedule.finish(group.position, tokens=1)
-        assert [group.position for group in delivery.groups] == list(range(12 * step, 12 * step + 12))
-        while (group := schedule.admit(step)) is not None:
-            schedule.finish(group.position, tokens=1)
-        assert schedule.outstanding == rule.max_staleness * rule.groups_per_step
-        schedule.trained(step)
-
-
 def synchronous() -> GroupSchedule:
     return GroupSchedule(ShuffledPlan(10), StalenessRule(2, 0, 0))
 
@@ -276,12 +260,6 @@ def test_a_synchronous_run_generates_only_between_the_steps() -> None:
         schedule.trained(step)
         assert schedule.admit(step) is None  # the engine has old weights
         assert "give the engine newer weights" in str(schedule.blocked(step))
-
-
-def test_batches_are_trained_in_turn() -> None:
-    schedule = synchronous()
-    with pytest.raises(TrainingError, match="0 were delivered"):
-        schedule.trained(0)
 
 
 def test_a_state_of_another_plan_is_refused_and_changes_nothing() -> None:

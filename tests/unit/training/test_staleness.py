@@ -68,25 +68,6 @@ def test_what_a_batch_must_take_is_what_later_ones_cannot(
         assert must.get(version, 0) == max(0, before - later)
 
 
-def test_room_is_what_both_limits_leave() -> None:
-    rule = StalenessRule(4, max_staleness=1, ahead=1)
-    assert rule.room({}, next_step=0, untrained=0, version=0) == 8
-    assert rule.room({0: 4}, next_step=1, untrained=1, version=0) == 0
-    assert rule.room({0: 4}, next_step=1, untrained=0, version=0) == 0  # trained, but the engine is behind
-    assert rule.room({0: 4}, next_step=1, untrained=0, version=1) == 4
-    dynamic = StalenessRule(4, max_staleness=1, ahead=1, largest_step=6)
-    assert dynamic.room({0: 4}, next_step=0, untrained=0, version=0) == 4
-    assert dynamic.room({}, next_step=0, untrained=0, version=0, taken=4) == 4  # the others wait for the next
-    assert dynamic.room({0: 3}, next_step=0, untrained=0, version=0, taken=5) == 1
-    assert dynamic.room({0: 3}, next_step=1, untrained=0, version=0, taken=5) == 0  # the engine is behind
-    assert dynamic.room({}, next_step=1, untrained=1, version=1, taken=5) == 1  # largest, ahead
-    synchronous = StalenessRule(4, max_staleness=0, ahead=0)
-    assert synchronous.room({}, next_step=0, untrained=0, version=0) == 4
-    assert synchronous.room({}, next_step=1, untrained=1, version=0) == 0
-    assert synchronous.room({}, next_step=1, untrained=0, version=0) == 0
-    assert synchronous.room({}, next_step=1, untrained=0, version=1) == 4
-
-
 @pytest.mark.parametrize("wrong", [(0, 1, 1), (1, -1, 1), (1, 1, -1), (4, 1, 1, 3), (4, 0, 1, 5)])
 def test_nonsense_is_refused(wrong: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError):

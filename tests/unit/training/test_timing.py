@@ -9,13 +9,6 @@ def step(number: int, **given: float) -> StepTime:
     return StepTime(number, **{"wait_s": 1.0, "train_s": 2.0, "weights_s": 1.0, "total_s": 5.0, **given})  # type: ignore[arg-type]
 
 
-def test_before_the_first_step() -> None:
-    times = StepTimes()
-    assert times.last() == {}
-    assert (times.summary()["trainer_idle"], times.summary()["engine_idle"]) == (0.0, 0.0)
-    assert "0 steps" in times.table()
-
-
 def test_shares_and_means() -> None:
     times = StepTimes()
     one = step(0, engine_busy_s=4.0)
@@ -36,11 +29,3 @@ def test_shares_and_means() -> None:
     assert summary["engine_idle"] == pytest.approx(0.5)
     assert summary["staleness"] == {"0": 1, "1": 2, "2": 1}
     assert "0: 25 %, 1: 50 %, 2: 25 %" in times.table()
-
-
-def test_memory_is_bounded() -> None:
-    times = StepTimes()
-    for number in range(12_000):
-        times.add(step(number))
-    assert len(times.steps) == 10_000
-    assert times.summary()["steps"] == 12_000

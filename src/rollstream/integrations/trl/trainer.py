@@ -166,8 +166,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._engine_step = self._saved_step = -1
         self._saving_waits = self._evaluation_waits = False
         self._interrupt = checkpoints.Interrupt(enabled=args.save_on_interrupt)
+        # Outside of a training an evaluation has an engine of its own.
         self._evaluated_by: tuple[EnvironmentGroups, BatchesAhead] | None = None
-        self._evaluates_alone = False  # with an engine of its own, outside of a training
         self._judged: list[Samples] = []  # of an evaluation so far, in the main process
         events = {
             "on_pre_optimizer_step": self._hold_engine,
@@ -234,6 +234,11 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         rows = dataloader.dataset
         self._to_evaluate = len(rows) * self.num_generations_eval if isinstance(rows, Sized) else sys.maxsize
         try:
+            if not self._generating:
+                folder = self._write_weights()
+                self._from_main(lambda: self._begin_evaluation(folder))
+            elif self._ends(self.control) and self._engine_step != self.state.global_step:
+                self._give_weights()  # after the last step nobody else has
             output = super().evaluation_loop(dataloader, *arguments, **keywords)
             figures = self._from_main(lambda: summarize(joined(self._judged)).numbers())
             prefix = keywords.get("metric_key_prefix", "eval")
@@ -242,9 +247,17 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         finally:
             if self._evaluated_by is not None:
                 self._evaluated_by[1].stop()
-            self._evaluates_alone, self._evaluated_by = False, None
+            self._evaluated_by = None
             if not self._generating:
                 self._folder.close()
+
+    def _begin_evaluation(self, folder: str) -> None:
+        """In the main process: starts an engine with batches of nothing, for `run_rows` alone."""
+        groups, timeout = self._make_groups(), self.args.weight_sync_timeout
+        nothing = FunctionPlan(lambda position: (0, position), identity={}, length=0)
+        batches = BatchesAhead(nothing, groups, groups_per_step=1, weight_timeout=timeout)
+        self._evaluated_by = groups, batches
+        batches.start(weights=folder)
 
     def _from_main(self, make: Any) -> Any:
         return ranks.from_main(self.accelerator, make)
@@ -333,27 +346,10 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         # The last batch of several processes is filled up with rows that were evaluated already.
         every, filling = every[: self._to_evaluate], every[self._to_evaluate :]
         self._to_evaluate -= len(every)
-        folder = ""
-        if self._generating:
-            if self._ends(self.control) and self._engine_step != self.state.global_step:
-                self._give_weights()  # after the last step nobody else has
-        elif not (self._shares_weights or self._evaluates_alone):
-            folder = self._folder.write(self.model, self.state.global_step)
-        self._evaluates_alone = not self._generating
 
         def run() -> Fields:
-            if self._generating:
-                assert self._groups is not None and self._batches is not None
-                groups, batches = self._groups, self._batches
-            elif self._evaluated_by is not None:
-                groups, batches = self._evaluated_by
-            else:
-                groups = self._make_groups()
-                nothing = FunctionPlan(lambda position: (0, position), identity={}, length=0)
-                timeout = self.args.weight_sync_timeout
-                batches = BatchesAhead(nothing, groups, groups_per_step=1, weight_timeout=timeout)
-                self._evaluated_by = groups, batches
-                batches.start(weights=folder)
+            groups, batches = self._evaluated_by or (self._groups, self._batches)
+            assert groups is not None and batches is not None
             indexed = [replace(row, index=next(self._evaluation_indices)) for row in every]
             rollouts = run_rows_from(groups, batches, indexed, _EVALUATION_S)
             self._judged.append(samples_of(map(settled, rollouts)))
