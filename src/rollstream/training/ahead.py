@@ -93,7 +93,6 @@ class GroupCounters:
     """Groups that were generated and thrown away, as those without signal."""
     failed: int = 0
     """Groups that could not be generated."""
-    trained: int = 0
 
 
 class BatchesAhead(GenerationThread):
@@ -331,9 +330,7 @@ class BatchesAhead(GenerationThread):
     def trained(self, step: int) -> None:
         """Batch `step` has been trained: a state saved from now on does not owe it any more."""
         with self._changed:
-            groups = self._schedule.trained(step)
-            self.counters.trained += len(groups)
-            for group in groups:
+            for group in self._schedule.trained(step):
                 self._tell("observe", group)
             self._moved()
         if self._current is not None and self._current.step == step:

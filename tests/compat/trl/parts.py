@@ -102,24 +102,6 @@ def numbers_of(monkeypatch: Any) -> list[tuple[int, int]]:
     return seen
 
 
-def at_once(monkeypatch: Any) -> list[int]:
-    """Fills with how many rollouts ran at once, whenever one began."""
-    from rollstream.rollout.worker import RolloutWorker
-
-    plain, running, seen = RolloutWorker.run, set(), []
-
-    async def run(self: RolloutWorker, row: Any, repeat: int, **more: Any) -> Any:
-        running.add((row.index, repeat))
-        seen.append(len(running))
-        try:
-            return await plain(self, row, repeat, **more)
-        finally:
-            running.discard((row.index, repeat))
-
-    monkeypatch.setattr(RolloutWorker, "run", run)
-    return seen
-
-
 class Recording(GRPOEnvTrainer):
     """Notes which rows each batch had, what TRL's own sampler said, and what the loss was made of."""
 

@@ -1,7 +1,6 @@
 """One process of a training on several, with the environment that `torchrun` makes. Writes what it saw."""
 
 import asyncio
-import contextlib
 import json
 import os
 import sys
@@ -14,7 +13,6 @@ from transformers import TrainerCallback
 
 from demo_model.problems import Split, enumerate_pairs
 from examples.edit_context import train as example
-from rollstream.errors import TrainingError
 from rollstream.integrations.trl.groups import EnvironmentGroups
 from tests.compat.trl.parts import Recording, environment, load, rows, settings, trainer
 
@@ -52,10 +50,7 @@ def main(folder: Path, mode: str) -> None:
         EnvironmentGroups.generate = never_again(EnvironmentGroups.generate)  # type: ignore[method-assign]
         if rank == ranks - 1:
             made.add_callback(FailsAfterAStep())
-    if mode == "again":
-        with contextlib.suppress(ValueError, TrainingError):  # in each process
-            made.train(resume_from_checkpoint=str(own / "none"))
-    if mode in ("reward", "again") and rank == ranks - 1:
+    if mode == "reward" and rank == ranks - 1:
         made.reward_funcs[0] = broken_reward
     try:
         made.train()

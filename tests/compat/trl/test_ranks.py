@@ -106,8 +106,7 @@ def test_snapshots_are_dealt_to_the_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "first", "cause"),
     [
-        pytest.param("reward", 1, "a reward broke", marks=pytest.mark.soak),  # "again" has it, too
-        ("again", 1, "a reward broke"),
+        ("reward", 1, "a reward broke"),
         ("generation", 0, "no more prompts in the cupboard"),
         ("waiting", 1, "the disk is full"),
     ],

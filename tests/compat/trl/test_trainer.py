@@ -33,7 +33,6 @@ from tests.compat.trl.parts import (
     MODEL,
     TOOLS,
     Recording,
-    at_once,
     environment,
     load,
     numbers_of,
@@ -383,26 +382,6 @@ def test_rows_to_evaluate_are_looked_at_before_training(tmp_path: Path) -> None:
     made = trainer(tmp_path, rows(ROWS), eval_dataset=rows(4, agent="nobodys"), max_steps=1)
     with pytest.raises(ConfigError, match="nobodys"):
         made.train()
-
-
-def test_an_evaluation_has_the_environments_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And shares them with what is generated ahead meanwhile."""
-    seen = at_once(monkeypatch)
-    made = trainer(
-        tmp_path,
-        rows(ROWS),
-        env=environment(tmp_path, "hf", "generation.max_in_flight=3"),
-        eval_dataset=rows(8),
-        max_steps=2,
-        eval_strategy="steps",
-        eval_steps=1,
-        per_device_eval_batch_size=8,
-    )
-    made.train()
-    assert max(seen) == 3
-    seen.clear()
-    assert 0 <= made.evaluate()["eval_reward"] <= 1
-    assert max(seen) == 3
 
 
 def test_weights_reach_an_engine_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
