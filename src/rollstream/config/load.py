@@ -127,7 +127,8 @@ def compose(overrides: Sequence[str] = (), *, layers: Iterable[Mapping[str, Any]
         except ConfigError as error:
             problems.append(str(error))
         except OmegaConfBaseException as error:
-            problems.append(f"{layer}: {_first_line(error)}")
+            where = f"{layer}: " if isinstance(layer, Path | str) else ""
+            problems.append(f"{where}{_first_line(error)}")
     _log_left_out(notes)
     settings, wrong = _checked(config)
     if problems:
@@ -220,18 +221,19 @@ def read_value(kind: Any, tree: Any, path: str, problems: list[str]) -> Any:
         try:
             return msgspec.convert(tree, kind)
         except msgspec.ValidationError as error:
-            message, _, place = str(error).partition(" - at `$.")
-            place = place.rstrip("`")
+            message, _, place = str(error).partition(" - at `")
+            place = place.rpartition("$.")[2].rstrip("`")  # also of "- at `key` in `$.gateway.env`"
             key = place.partition("[")[0]
+            if not key:
+                problems.append(f"{path or 'the configuration'}: {message}")
+                return None
             value = _at(tree, key)
-            if value is not None or not key:
+            if value is not None or above + key not in _known_keys():
                 index = re.search(r"\[(\d+)\]$", place)
                 value = value[int(index[1])] if index is not None and isinstance(value, list) else value
                 problems.append(f"{above}{place} {_expected(above + key, message)} (it is {value!r})")
-            while key and above + key not in _known_keys():  # an option within a free-form key
+            while above + key not in _known_keys():  # an option within a free-form key
                 key = key.rpartition(".")[0]
-            if not key:
-                return None
             parent, _, name = key.rpartition(".")
             _at(tree, parent)[name] = _at(_resolved_defaults(), above + key)
 
@@ -239,10 +241,13 @@ def read_value(kind: Any, tree: Any, path: str, problems: list[str]) -> Any:
 def _expected(key: str, message: str) -> str:
     """The message of msgspec's for a value of a wrong type, with the values that a literal may have."""
     if message.startswith("Invalid enum value"):
-        kind = _setting_type(key)
-        choices = [str(choice) for each in (kind, *get_args(kind)) for choice in get_args(each) or [each]]
-        return f"must be one of {', '.join(choices)}"
+        return f"must be one of {', '.join(_choices(_setting_type(key)))}"
     return "must be " + message.replace("`", "").replace("Expected ", "", 1).partition(", got ")[0]
+
+
+def _choices(kind: Any) -> list[str]:
+    """The texts of a literal, alone or within a union."""
+    return [each for arg in get_args(kind) for each in (_choices(arg) or [arg]) if isinstance(each, str)]
 
 
 def _at(tree: Any, key: str) -> Any:

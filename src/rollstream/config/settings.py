@@ -35,8 +35,6 @@ Amount = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0, le=1e18)]
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """`actor_rollout_ref.model`."""
-
     path: LocalPath | None
     tokenizer_path: LocalPath | None
     custom_chat_template: LocalPath | None
@@ -45,8 +43,6 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class AgentSettings:
-    """`actor_rollout_ref.rollout.agent`."""
-
     num_workers: Count | None
     default_agent_loop: Text
     agent_loop_config_path: LocalPath | None
@@ -121,8 +117,6 @@ class RolloutSettings:
 
 @dataclass(frozen=True, slots=True)
 class ActorRolloutRefSettings:
-    """`actor_rollout_ref`."""
-
     model: ModelSettings
     rollout: RolloutSettings
 
@@ -174,8 +168,6 @@ class RewardSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """`trainer`."""
-
     nnodes: Count
     n_gpus_per_node: NotNegative | None
     project_name: Text
@@ -286,8 +278,6 @@ class WorkerOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class RaySettings:
-    """`ray_kwargs`."""
-
     ray_init: dict[str, Any]
     worker: WorkerOptions
     replica: dict[str, Any]

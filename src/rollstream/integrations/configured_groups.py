@@ -7,7 +7,6 @@ with BatchesAhead(ShuffledPlan(len(groups.rows)), groups, groups_per_step=32) as
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,13 @@ Layers = Sequence[Mapping[str, Any] | Path]
 
 _USED = {
     "generation": (
-        *("seed", "max_in_flight", "max_attempts", "attempt_timeout"),
-        *("retry_delay", "retry_delay_max", "engine_timeout"),
+        "seed",
+        "max_in_flight",
+        "max_attempts",
+        "attempt_timeout",
+        "retry_delay",
+        "retry_delay_max",
+        "engine_timeout",
     ),
     "trainer": ("nnodes", "n_gpus_per_node"),
 }
@@ -81,21 +85,21 @@ class ConfiguredGroups:
         return self._prompts.row(int(self.rows[index]))
 
     async def start(self) -> None:
-        agents = await load_agents(self._settings)
+        rollout, agents = self._settings.actor_rollout_ref.rollout, await load_agents(self._settings)
         setup = await build_setup(self._settings, agents, shows_images=self._prompts.has_images())
         self._opened.push_async_callback(setup.close)
         await in_daemon_thread(check_scores, setup, map(self.row, range(len(self.rows))))
         logs = ScratchFolder("engine")
         self._opened.callback(logs.cleanup)
-        plain, rollout = setup.create_plain_engine(logs.path), self._settings.actor_rollout_ref.rollout
-        self.engine = ContinuingEngine(plain, on_update=rollout.on_weight_update, check=refuse_raw_logprobs)
-        self._groups = RolloutGroups(
-            partial(self._make_worker, setup, self.engine),
-            self.row,
-            self._settings.actor_rollout_ref.rollout.n,
-            engine=self.engine,
-            **{"max_in_flight": in_flight_limit(self._settings), **self._options},
-        )
+        plain = setup.create_plain_engine(logs.path)
+        engine = ContinuingEngine(plain, on_update=rollout.on_weight_update, check=refuse_raw_logprobs)
+        self.engine = engine
+
+        async def make_worker() -> RolloutWorker:
+            return build_worker(setup, engine, self._prompts.agent_names()).worker
+
+        options = {"max_in_flight": in_flight_limit(self._settings), **self._options}
+        self._groups = RolloutGroups(make_worker, self.row, rollout.n, engine=engine, **options)
         self._opened.push_async_callback(self._groups.close)
         await self._groups.start()
 
@@ -110,9 +114,6 @@ class ConfiguredGroups:
     async def close(self) -> None:
         await self._opened.aclose()
 
-    async def _make_worker(self, setup: RolloutSetup, engine: Engine) -> RolloutWorker:
-        return build_worker(setup, engine, self._prompts.agent_names()).worker
-
 
 def resolve_config(overrides: Sequence[str], layers: Layers) -> DictConfig:
     """The whole configuration of groups for a trainer. Builds the tasks' files, if there are any.
@@ -126,11 +127,7 @@ def resolve_config(overrides: Sequence[str], layers: Layers) -> DictConfig:
 
 
 def refuse_without_effect(config: DictConfig, overrides: Sequence[str], layers: Layers) -> None:
-    """Refuses what is set and would be taken silently.
-
-    Raises:
-        ConfigError: naming all such keys.
-    """
+    """Raises `ConfigError` naming keys that are set and would be taken silently."""
     defaults = compose()
     if config.data.filter_overlong_prompts:
         raise ConfigError(
@@ -139,11 +136,7 @@ def refuse_without_effect(config: DictConfig, overrides: Sequence[str], layers: 
             "data.truncation"
         )
     keys = [f"{name}.{key}" for name, used in _USED.items() for key in defaults[name] if key not in used]
-    refuse_keys(
-        config,
-        [*keys, "actor_rollout_ref.rollout.agent.num_workers"],
-        _RUNS_ONLY,
-    )
+    refuse_keys(config, [*keys, "actor_rollout_ref.rollout.agent.num_workers"], _RUNS_ONLY)
     if is_set(config, overrides, layers, "adaptive_in_flight", not defaults.generation.adaptive_in_flight):
         raise ConfigError(f"generation.adaptive_in_flight: {_RUNS_ONLY}")  # true asks for something, too
 
@@ -162,8 +155,8 @@ def build_worker(setup: RolloutSetup, engine: Engine, agent_names: Iterable[str]
             f"engine {rollout.name!r} speaks messages: training needs the tokens that were sampled"
         )
     names = {rollout.agent.default_agent_loop, *agent_names}
-    show_tools = rollout.multi_turn.show_tools
-    setup.agents.check(names, setup.tokenizer, show_tools=show_tools, images=setup.shows_images)
+    images, show_tools = setup.shows_images, rollout.multi_turn.show_tools
+    setup.agents.check(names, setup.tokenizer, show_tools=show_tools, images=images)
     return setup.make_worker(engine, sorted(names))
 
 

@@ -1,7 +1,6 @@
 """rollstream's keys as verl's configuration, and the backend in verl's registries."""
 
 import asyncio
-import importlib.util
 import os
 import subprocess
 import sys
@@ -58,15 +57,6 @@ def test_our_keys_are_verls() -> None:
     assert config.data.train_files == [str(Path("rows.parquet").absolute())]
 
 
-def test_verls_own_servers() -> None:
-    config = composed(
-        overrides=[f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=4"]
-    )
-    rollout = config.actor_rollout_ref.rollout
-    assert (rollout.name, rollout.nnodes, rollout.n_gpus_per_node) == ("vllm", 1, 4)
-    assert rollout.load_format == "auto"
-
-
 OWN = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=8")
 
 
@@ -85,21 +75,15 @@ def test_what_our_keys_say_of_servers_verls_own_get() -> None:
     ).actor_rollout_ref.rollout
     assert {key: rollout[key] for key in asked} == asked
     # Nothing asked: rollstream's defaults; a share of the memory it leaves to who starts the servers.
-    rollout = composed(overrides=OWN).actor_rollout_ref.rollout
+    rollout = composed(f"{ROLLOUT}.load_format=dummy", overrides=OWN).actor_rollout_ref.rollout
+    assert (rollout.name, rollout.nnodes, rollout.n_gpus_per_node, rollout.load_format) == (
+        "vllm",
+        1,
+        8,
+        "auto",
+    )
     assert (rollout.tensor_model_parallel_size, rollout.dtype) == (1, "auto")
     assert rollout.gpu_memory_utilization == 0.5
-
-
-def test_verls_own_servers_have_the_models_weights() -> None:
-    config = composed(f"{ROLLOUT}.load_format=dummy", overrides=OWN)
-    assert config.actor_rollout_ref.rollout.load_format == "auto"
-
-
-def test_a_tracer_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = [f"{ROLLOUT}.trace.backend=weave", f"{ROLLOUT}.trace.token2text=true"]
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"trace\.backend=weave.*pip install weave"):
-        composed(overrides=words)
 
 
 def identity_of(*overrides: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import ray
 
 from rollstream.cli import main
 from rollstream.demo import MODEL_PATH
-from rollstream.errors import ConfigError, DataError, RunDirectoryError
+from rollstream.errors import DataError, RunDirectoryError
 from rollstream.generation.run import run_generation
 from rollstream.integrations.verl import compose as compose_module
 from rollstream.integrations.verl.compose import compose_verl
@@ -256,18 +256,6 @@ def test_seven_rows_two_workers_one_failure(tmp_path: Path, url: str, cluster: N
         )
         assert extra["verl_dropped"] == ["odd"]
 
-    with pytest.raises(ConfigError, match="verl knows no agent loop 'single_turn'"):
-        run_generation(
-            arguments(
-                tmp_path / "other",
-                prompts,
-                **by_url(url),
-                actor_rollout_ref__rollout__agent__num_workers=1,
-                actor_rollout_ref__rollout__agent__default_agent_loop="single_turn",
-            )
-        )
-    assert not (tmp_path / "other").exists()
-
 
 def test_servers_that_verl_starts(
     tmp_path: Path, url: str, cluster: None, monkeypatch: pytest.MonkeyPatch
@@ -344,22 +332,6 @@ async def test_a_stream_of_verls_own_classes(tmp_path: Path, url: str, cluster: 
         await anext(stream)  # left early
     wait_until(lambda: not processes("ray::RayWorker"))
     servers.close()
-
-
-def test_batches_of_verls_own_are_awaited_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl's old trainer, which takes a manager by its name, does not."""
-    from rollstream.integrations.verl import GenerationLoopManager
-
-    async def echo(self: Any, prompts: str) -> str:
-        return prompts
-
-    async def awaited() -> Any:
-        return await manager.generate_sequences("batch")
-
-    monkeypatch.setattr(GenerationLoopManager.__base__, "generate_sequences", echo)
-    manager = object.__new__(GenerationLoopManager)
-    manager.agent_loop_workers = ["worker"]
-    assert manager.generate_sequences("batch") == asyncio.run(awaited()) == "batch"
 
 
 async def take_all(stream: AsyncIterator[Any]) -> None:

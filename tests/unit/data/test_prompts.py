@@ -170,13 +170,6 @@ def test_the_repeats_of_a_row_are_read_once_and_do_not_share_it(tmp_path: Path) 
     assert source.read.count(3) == 1
 
 
-def test_a_replaced_file_keeps_its_rows(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
-    dataset = load_prompts(data_settings(path))
-    write_jsonl(tmp_path / "b.jsonl", ROWS[::-1]).replace(path)
-    assert dataset.row(0).ground_truth == "1"
-
-
 def test_what_stops_at_once(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a\.jsonl, row 0 \(line 1\)"):
         load_prompts(data_settings(write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}])))

@@ -101,25 +101,12 @@ def test_image_parts_of_any_form(part: dict[str, Any]) -> None:
     assert row.images == ["a.png"]
 
 
-def test_a_data_url_is_not_kept_in_the_messages() -> None:
-    url = f"data:image/png;base64,{text64(RED)}"
-    row = parse(ask([{"type": "image_url", "image_url": {"url": url}}]))
-    assert (row.messages, row.images) == (ask([embedded(RED)]), [RED])
-
-
 def test_text_alone_stays_as_it_is() -> None:
     for images in (None, []):
         row = parse(ask("what does <image> mean in HTML?"), images)
         assert (row.messages, row.images) == (ask("what does <image> mean in HTML?"), [])
     parts = ask([{"type": "text", "text": "hi", "image": None}])
     assert parse(parts).messages == ask("hi")
-
-
-def test_a_tool_call_without_content() -> None:
-    turns = [*ask("<image>"), {"role": "assistant", "tool_calls": []}, {"role": "tool", "content": "<image>"}]
-    row = parse(turns, ["a.png", "b.png"])
-    assert row.images == ["a.png", "b.png"]
-    assert row.messages[1] == {"role": "assistant", "content": ""}
 
 
 @pytest.mark.parametrize(

@@ -307,16 +307,6 @@ def test_reasoning_gym(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"dataset": "chain_sums"}, {"config": {"min_trems": 2}}, {"config": {"min_terms": 5, "max_terms": 2}}],
-)
-def test_reasoning_gym_wrong(change: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym")
-    with pytest.raises(ConfigError, match="chain_sum"):
-        get_dataset_paths([{"name": "reasoning_gym", "dataset": "chain_sum"} | change], tmp_path)
-
-
-@pytest.mark.parametrize(
     ("template", "columns", "expected"),
     [
         ("{a} and {b}", {"a": "x", "b": 2}, "x and 2"),

@@ -60,19 +60,16 @@ class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
         asked = super().generate(request_id, **request)
         output = await (asked if self.meter is None else self.meter.counted(asked))
         fields = output.extra_fields
-        reason = fields.pop("finish_reason", None) or self._finish_reason(output, request)
-        versions = fields.pop("policy_versions", None) or [(0, int(fields.get("global_steps") or 0))]
+        call = EngineCall(
+            prompt_tokens,
+            token_ids=tuple(output.token_ids),
+            finish_reason=fields.pop("finish_reason", None) or self._finish_reason(output, request),
+            policy_versions=fields.pop("policy_versions", None)
+            or [(0, int(fields.get("global_steps") or 0))],
+            cached_prompt_tokens=int(fields.get("num_cached_tokens") or 0),
+        )
         if calls is not None:
-            calls.complete(
-                number,
-                EngineCall(
-                    prompt_tokens=prompt_tokens,
-                    token_ids=tuple(output.token_ids),
-                    policy_versions=versions,
-                    finish_reason=reason,
-                    cached_prompt_tokens=int(fields.get("num_cached_tokens") or 0),
-                ),
-            )
+            calls.complete(number, call)
         return output
 
     def _finish_reason(self, output: Any, request: Mapping[str, Any]) -> str:
@@ -118,7 +115,6 @@ class _Server:
 
     def __init__(self, client: StreamingLLMServerClient, server_id: str, actor: Any) -> None:
         self._client, self._id, self._actor = client, server_id, actor
-        self._is_verls = client.config.actor_rollout_ref.rollout.name in OWN_SERVERS
 
     @property
     def generate(self) -> "_Server":
@@ -135,20 +131,17 @@ class _Server:
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, RollstreamError):
                 raise error.cause from None
-            if _DEAD_ENGINES.isdisjoint(one.__name__ for one in type(error.cause).__mro__):
+            if _DEAD_ENGINES.isdisjoint(cls.__name__ for cls in type(error.cause).__mro__):
                 raise
-            raise self._gone(error.cause, for_good=True) from error
+            why, for_good = error.cause, True
         except ray.exceptions.RayActorError as error:
-            for_good = isinstance(error, ray.exceptions.ActorDiedError)
-            raise self._gone(error, for_good=for_good) from error
-
-    def _gone(self, why: BaseException, *, for_good: bool) -> BaseException:
-        if not (for_good and self._is_verls):
-            return EngineUnavailableError(f"a server's actor is gone: {one_line(why)}")
+            why, for_good = error, isinstance(error, ray.exceptions.ActorDiedError)
+        if not (for_good and self._client.config.actor_rollout_ref.rollout.name in OWN_SERVERS):
+            raise EngineUnavailableError(f"a server's actor is gone: {one_line(why)}") from why
         self._client.leave_out(self._id)
-        return EngineUnavailableError(
+        raise EngineUnavailableError(
             f"verl's server {self._id} has ended and is asked no more: {one_line(why)}"
-        )
+        ) from why
 
 
 class StreamingLLMServerManager(LLMServerManager):  # type: ignore[misc]
@@ -179,14 +172,10 @@ class StreamingLLMServerManager(LLMServerManager):  # type: ignore[misc]
         client_cls = client_cls or StreamingLLMServerClient
         if not issubclass(client_cls, StreamingLLMServerClient):
             raise ConfigError(
-                f"{client_cls.__name__} asks a load balancer, which StreamingLLMServerManager does without: "
-                "derive it from StreamingLLMServerClient, or use verl's LLMServerManager"
+                f"{client_cls.__name__} asks a load balancer: derive it from StreamingLLMServerClient"
             )
-        return client_cls(
-            self.config,
-            servers=dict(zip(self.server_addresses, self.server_handles, strict=True)),
-            **kwargs,
-        )
+        servers = dict(zip(self.server_addresses, self.server_handles, strict=True))
+        return client_cls(self.config, servers=servers, **kwargs)
 
     def close(self) -> None:
         """Ends what was started and verl has no way to end: on a cluster that stays, it would stay, with its GPUs.

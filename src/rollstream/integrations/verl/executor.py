@@ -9,7 +9,6 @@ Which sample runs where, what a dead worker costs, what is tried again and what 
 """
 
 import asyncio
-import contextlib
 import importlib.util
 import logging
 from contextlib import AsyncExitStack
@@ -25,7 +24,7 @@ from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Engine
 from rollstream.engine.checks import check_capabilities
 from rollstream.engine.registry import check_engine_config
-from rollstream.errors import ConfigError, DataError
+from rollstream.errors import ConfigError
 from rollstream.generation.execution import Execution, Start, join_cluster, start_in_workers
 from rollstream.generation.identity import build_identity
 from rollstream.generation.plan import Plan, manifest_for, take_shard
@@ -52,22 +51,61 @@ class VerlExecutor:
 
     def check_installed(self) -> None:
         """Raises `ConfigError` with what is missing."""
-        missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-        if missing:
+        if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
             raise ConfigError(
-                f"generation.executor=verl needs verl, and {', '.join(missing)} "
-                f"{'is' if len(missing) == 1 else 'are'} not installed: pip install 'rollstream[verl]'"
+                f"generation.executor=verl: not installed: {', '.join(missing)}: pip install 'rollstream[verl]'"
             )
 
     async def plan(self, config: DictConfig) -> Plan:
         """See `ExecutorElsewhere`."""
         settings = to_settings(config)
-        _check(settings)
+        rollout = settings.actor_rollout_ref.rollout
+        if settings.actor_rollout_ref.model.path is None:
+            raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder (--model)")
+        if rollout.name == "openai":
+            raise ConfigError(
+                "generation.executor=verl: actor_rollout_ref.rollout.name=openai has no token ids: take sglang, "
+                "vllm, openvino or hf"
+            )
+        if rollout.multi_turn.interaction_config_path is not None:
+            raise ConfigError(
+                "actor_rollout_ref.rollout.multi_turn.interaction_config_path is for rollstream's agent loops; "
+                "verl's have no interactions: write them into a loop"
+            )
+        if settings.data.truncation != "error":
+            logger.info("verl's loops cut long prompts from the left, whatever data.truncation says")
         return await in_daemon_thread(_plan, config, settings, await plain_setup(settings, VerlLoops()))
 
     async def start(self, start: Start) -> Execution:
         """See `execution.start_execution`."""
-        return await _start(start)
+        plan = start.plan
+        config = compose_verl(plan.settings)
+        stream = await in_daemon_thread(importlib.import_module, "rollstream.integrations.verl.stream")
+        client = None
+        if starts_servers := own_servers(plan.settings):
+            await join_cluster(start)
+            client_module = importlib.import_module("rollstream.integrations.verl.client")
+            servers = client_module.StreamingLLMServerManager(config)
+            await start.stop.unless_stopped(start_servers(servers, start.stack))
+            client = servers.get_client()
+
+        def recipe(config_yaml: str, follows: bool) -> VerlRecipe:
+            return VerlRecipe(
+                settings=to_settings(OmegaConf.create(config_yaml)),  # type: ignore[arg-type]
+                verl_config=config,
+                worker=stream.StreamingAgentLoopWorker,
+                client=client,
+                loop_names=tuple(plan.loop_names),
+                data_sources=tuple(plan.scored_sources[:1]),
+                log_dir=str(start.log_dir.absolute()),
+                follows=follows,
+            )
+
+        execution = await start_in_workers(start, recipe, has_engine=not starts_servers)
+        if not starts_servers:
+            return execution
+        raw = config.actor_rollout_ref.rollout.get("logprobs_mode") == "raw_logprobs"
+        return replace(execution, logprobs="raw" if raw else "processed")
 
 
 @dataclass(slots=True)
@@ -104,18 +142,15 @@ def _plan(config: DictConfig, settings: Settings, setup: RolloutSetup) -> VerlPl
         shuffle_seed=settings.data.seed if settings.data.shuffle else None,
         truth_column=settings.data.ground_truth_key,
     )
-    with contextlib.suppress(DataError):  # a row that cannot be read fails by itself, later
-        if "dataproto" in settings.generation.export and len(dataset) and shows_media(dataset.row(0)):
-            raise ConfigError(
-                "generation.export=dataproto: the prompt rows have images, and of what verl's dataset reads "
-                "none is kept (docs/images.md)"
-            )
+    if "dataproto" in settings.generation.export and shows_media(dataset.row(0)):
+        raise ConfigError(
+            "generation.export=dataproto: the prompt rows have images, and of what verl's dataset reads "
+            "none is kept (docs/images.md)"
+        )
     if (shard := settings.generation.shard_of) is not None:
         take_shard(dataset, *shard)
-    check_loop_names(
-        {rollout.agent.default_agent_loop, *dataset.agent_names()},
-        loop_names(rollout.agent.agent_loop_config_path),
-    )
+    loops = {rollout.agent.default_agent_loop, *dataset.agent_names()}
+    check_loop_names(loops, loop_names(rollout.agent.agent_loop_config_path))
     agents, rows = verl_identity(settings, verl_config), len(dataset)
     identity = build_identity(setup, agents, fingerprint=dataset.fingerprint, rows=rows)
     setup.settings = settings
@@ -123,84 +158,30 @@ def _plan(config: DictConfig, settings: Settings, setup: RolloutSetup) -> VerlPl
     return VerlPlan(setup, config, dataset, manifest_for(config, setup, dataset, identity, packages=packages))
 
 
-def _check(settings: Settings) -> None:
-    rollout = settings.actor_rollout_ref.rollout
-    if settings.actor_rollout_ref.model.path is None:
-        raise ConfigError("actor_rollout_ref.model.path is not set: name the model's folder (--model)")
-    if rollout.name == "openai":
-        raise ConfigError(
-            "generation.executor=verl needs token ids, which actor_rollout_ref.rollout.name=openai has none "
-            "of: take sglang, vllm, openvino or hf"
-        )
-    if rollout.multi_turn.interaction_config_path is not None:
-        raise ConfigError(
-            "actor_rollout_ref.rollout.multi_turn.interaction_config_path is for rollstream's agent loops; "
-            "generation.executor=verl runs verl's, which have no interactions: write them into a loop"
-        )
-    if settings.data.truncation != "error":
-        logger.info("verl's loops cut long prompts from the left, whatever data.truncation says")
-
-
 def check_own_servers(settings: Settings, setup: RolloutSetup, name: str) -> None:
-    """Refuses what servers that verl starts cannot do.
-
-    Args:
-        settings: of the run.
-        setup: how it samples.
-        name: of the servers, as verl has it.
+    """Refuses what servers that verl starts, by this name, cannot do.
 
     Raises:
         ConfigError: a seed, or a sampling parameter, for servers that do not take it by this name; servers of
             rollstream's beside them.
     """
     rollout, defaults = settings.actor_rollout_ref.rollout, to_settings(compose()).actor_rollout_ref.rollout
+    where = f"generation.verl_overrides has {name}"
     for key in ("server_urls", "engine_kwargs", "launch"):
         if getattr(rollout, key) != getattr(defaults, key):
             raise ConfigError(
                 f"actor_rollout_ref.rollout.{key} is for rollstream's engines, and verl starts the servers "
-                f"(generation.verl_overrides has {name}): leave one of them out"
+                f"({where}): leave one of them out"
             )
     try:
         check_capabilities(
             verl_servers(name), setup.sampling, prompt_length=1, response_length=1, max_model_len=None
         )
     except ConfigError as error:
-        seed = settings.generation.seed
-        only = f"; generation.seed={seed} takes name=vllm" if seed is not None and name != "vllm" else ""
-        raise ConfigError(
-            f"servers that verl starts (generation.verl_overrides has {name}): {error}{only}"
-        ) from error
-
-
-async def _start(start: Start) -> Execution:
-    plan = start.plan
-    config = compose_verl(plan.settings)
-    stream = await in_daemon_thread(importlib.import_module, "rollstream.integrations.verl.stream")
-    client = None
-    if starts_servers := own_servers(plan.settings):
-        await join_cluster(start)
-        client_module = importlib.import_module("rollstream.integrations.verl.client")
-        servers = client_module.StreamingLLMServerManager(config)
-        await start.stop.unless_stopped(start_servers(servers, start.stack))
-        client = servers.get_client()
-
-    def recipe(config_yaml: str, follows: bool) -> VerlRecipe:
-        return VerlRecipe(
-            settings=to_settings(OmegaConf.create(config_yaml)),  # type: ignore[arg-type]
-            verl_config=config,
-            worker=stream.StreamingAgentLoopWorker,
-            client=client,
-            loop_names=tuple(plan.loop_names),
-            data_sources=tuple(plan.scored_sources[:1]),
-            log_dir=str(start.log_dir.absolute()),
-            follows=follows,
+        takes = (
+            "" if settings.generation.seed is None or name == "vllm" else "; generation.seed takes name=vllm"
         )
-
-    execution = await start_in_workers(start, recipe, has_engine=not starts_servers)
-    if not starts_servers:
-        return execution
-    raw = config.actor_rollout_ref.rollout.get("logprobs_mode") == "raw_logprobs"
-    return replace(execution, logprobs="raw" if raw else "processed")
+        raise ConfigError(f"servers that verl starts ({where}): {error}{takes}") from error
 
 
 def start_servers(servers: Any, stack: AsyncExitStack) -> "asyncio.Task[None]":

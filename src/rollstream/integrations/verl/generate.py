@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import AsyncExitStack
 from statistics import fmean
 from typing import Any, Self, TypeVar
 
@@ -17,12 +18,10 @@ import torch
 from verl import DataProto
 
 from rollstream.config.load import to_settings
-from rollstream.engine.base import Engine
 from rollstream.errors import DataError, GenerationStoppedError, GroupFailedError
 from rollstream.integrations.configured_groups import Layers, build_worker, resolve_config
 from rollstream.integrations.verl.loop import to_row
-from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, load_agents
-from rollstream.rollout.worker import RolloutWorker
+from rollstream.rollout.setup import build_setup, in_flight_limit, load_agents
 from rollstream.scratch import ScratchFolder
 from rollstream.training.collate import as_array, pad
 from rollstream.trajectory import Failure, PromptRow, Rollout
@@ -55,14 +54,11 @@ class SequenceGenerator:
         self._settings = to_settings(resolve_config(overrides, config))
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
-        self._under_way: set[Future[Any]] = set()
         self._is_closed = False
+        self._under_way: set[Future[Any]] = set()
         threading.Thread(target=self._loop.run_forever, name="rollstream-rollouts", daemon=True).start()
-        self._places = asyncio.Semaphore(in_flight_limit(self._settings))
-        self._logs = ScratchFolder("engine")
-        self._setup: RolloutSetup | None = None
-        self._engine: Engine | None = None
-        self._worker: RolloutWorker | None = None
+        self._slots = asyncio.Semaphore(in_flight_limit(self._settings))
+        self._opened = AsyncExitStack()
         try:
             self._wait(self._start())
         except BaseException:
@@ -70,7 +66,7 @@ class SequenceGenerator:
             raise
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Executes one rollout for each row of a batch, and gives all of their trajectories.
+        """Executes one rollout for each row of a batch, and returns all of their trajectories.
 
         Args:
             prompts: with `raw_prompt` (messages); `agent_name`, `data_source`, `reward_model`, `extra_info`,
@@ -103,8 +99,7 @@ class SequenceGenerator:
 
     def update_weights(self, source: str, version: int) -> None:
         """Loads the weights in a folder; tokens carry `version` from then on. See `Engine.update_weights`."""
-        assert self._engine is not None
-        self._wait(self._engine.update_weights(source, version))
+        self._wait(self._update_weights(source, version))
 
     def close(self) -> None:
         """Ends batches that are under way, engine, tools and thread. May be called twice."""
@@ -112,14 +107,13 @@ class SequenceGenerator:
             if self._is_closed:
                 return
             self._is_closed = True
-            for one in self._under_way.copy():
-                one.cancel()
-            closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+            for future in self._under_way:
+                future.cancel()
+            closing = asyncio.run_coroutine_threadsafe(self._opened.aclose(), self._loop)
         try:
             closing.result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._logs.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -133,34 +127,33 @@ class SequenceGenerator:
                 work.close()
                 raise GenerationStoppedError("this SequenceGenerator is closed")
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
-            self._under_way.add(future)
+            self._under_way = {other for other in self._under_way if not other.done()} | {future}
         try:
             return future.result()
         except CancelledError as error:
             raise GenerationStoppedError("the SequenceGenerator was closed meanwhile") from error
         finally:
             future.cancel()  # where Ctrl-C ends the wait: nothing of it goes on
-            self._under_way.discard(future)
 
     async def _start(self) -> None:
+        logs = ScratchFolder("engine")
+        self._opened.callback(logs.cleanup)
         self._setup = await build_setup(self._settings, await load_agents(self._settings))
-        self._engine = self._setup.create_engine(self._logs.path)
+        self._opened.push_async_callback(self._setup.close)
+        self._engine = self._setup.create_engine(logs.path)
+        self._opened.push_async_callback(self._engine.close)
         await self._engine.start()
         self._worker = build_worker(self._setup, self._engine, ()).worker
 
-    async def _close(self) -> None:
-        if self._engine is not None:
-            await self._engine.close()
-        if self._setup is not None:
-            await self._setup.close()
+    async def _update_weights(self, source: str, version: int) -> None:
+        await self._engine.update_weights(source, version)
 
     async def _generate(self, rows: Sequence[PromptRow], *, repeat: int) -> list[Rollout]:
-        worker, batch = self._worker, uuid.uuid4().hex  # several may be under way, of one step
-        assert worker is not None
+        batch = uuid.uuid4().hex  # several may be under way, of one step
 
         async def run(row: PromptRow) -> Rollout:
-            async with self._places:
-                result = await worker.run(row, repeat, name=f"{batch}-{row.index}")
+            async with self._slots:
+                result = await self._worker.run(row, repeat, name=f"{batch}-{row.index}")
             if isinstance(result, Failure):
                 raise GroupFailedError(f"row {row.index} failed: {result.error}\n{result.traceback}")
             return result.without_side_calls()
@@ -172,33 +165,37 @@ class SequenceGenerator:
             raise errors.exceptions[0] from None
         return [task.result() for task in running]
 
-    def _to_dataproto(self, given: DataProto, rollouts: Sequence[Rollout]) -> DataProto:
-        assert self._setup is not None
+    def _to_dataproto(self, prompts: DataProto, rollouts: Sequence[Rollout]) -> DataProto:
         rollout = self._settings.actor_rollout_ref.rollout
-        rows = [(at, one) for at, done in enumerate(rollouts) for one in done.trajectories]
-        trajectories = [one for _, one in rows]
-        places = np.array([at for at, _ in rows])
+        trajectories = [trajectory for done in rollouts for trajectory in done.trajectories]
+        places = np.repeat(np.arange(len(rollouts)), [len(done.trajectories) for done in rollouts])
         tensors = pad(
             trajectories,
             self._setup.tokenizer.pad_id or 0,
             prompt_width=rollout.prompt_length,
             response_width=rollout.response_length,
         )
-        named: dict[str, list[Any]] = {
-            name: [getattr(one, name) for one in trajectories]
+        columns: dict[str, list[Any]] = {
+            name: [getattr(trajectory, name) for trajectory in trajectories]
             for name in ("is_snapshot", "finish_reason", "messages", "policy_versions")
         }
-        named["__num_turns__"] = [one.num_turns for one in trajectories]
-        extras = sorted({name for one in trajectories for name in one.reward_extra})
-        named |= {name: [one.reward_extra.get(name) for one in trajectories] for name in extras}
-        own = {"row": places} | {name: as_array(name, values) for name, values in named.items()}
-        own |= {name: values[places] for name, values in given.non_tensor_batch.items() if name not in own}
+        columns["__num_turns__"] = [trajectory.num_turns for trajectory in trajectories]
+        extras = sorted({name for trajectory in trajectories for name in trajectory.reward_extra})
+        columns |= {
+            name: [trajectory.reward_extra.get(name) for trajectory in trajectories] for name in extras
+        }
+        arrays = {name: values[places] for name, values in prompts.non_tensor_batch.items()}
+        arrays |= {"row": places} | {name: as_array(name, values) for name, values in columns.items()}
         seconds = {"generate_sequences": "generate_s", "tool_calls": "tool_s", "compute_score": "reward_s"}
         timing = {
-            f"agent_loop/{name}/mean": fmean(getattr(one.metrics, field) for one in trajectories)
+            f"agent_loop/{name}/mean": fmean(
+                getattr(trajectory.metrics, field) for trajectory in trajectories
+            )
             for name, field in seconds.items()
         }
         meta: dict[str, Any] = {"timing": timing}
         if "rm_scores" in tensors:
             meta["reward_extra_keys"] = extras
-        return DataProto.from_dict({name: torch.from_numpy(one) for name, one in tensors.items()}, own, meta)
+        return DataProto.from_dict(
+            {name: torch.from_numpy(one) for name, one in tensors.items()}, arrays, meta
+        )

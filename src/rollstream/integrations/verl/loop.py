@@ -59,29 +59,24 @@ class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
         result = await worker.run(prompt, int(row.get("session_id", 0)), name=uuid.uuid4().hex)
         if isinstance(result, Failure):
             raise GroupFailedError(f"{result.error}\n{result.traceback}")
-        trajectories = result.without_side_calls().trajectories
-        if len(trajectories) > 1:
-            self._refuse_several()
-            *snapshots, final = trajectories
-            if any(snapshot.reward not in (None, final.reward) for snapshot in snapshots):
-                self._refuse_own_rewards()
-        outputs = [to_output(trajectory, prompt.columns) for trajectory in trajectories]
-        return outputs if len(outputs) > 1 else outputs[0]
+        *snapshots, final = result.without_side_calls().trajectories
+        own_rewards = any(snapshot.reward not in (None, final.reward) for snapshot in snapshots)
+        self._check_snapshots(bool(snapshots), own_rewards=own_rewards)
+        outputs = [to_output(trajectory, prompt.columns) for trajectory in (*snapshots, final)]
+        return outputs if snapshots else outputs[0]
 
     async def _make_worker(self) -> RolloutWorker:
-        model = self.config.actor_rollout_ref.model
         words = [f"actor_rollout_ref.rollout.agent.default_agent_loop={self._name}", *self._overrides]
         settings = to_rollstream(self.config, words)
-        if (
-            model.get("custom_chat_template")
-            and settings.actor_rollout_ref.model.custom_chat_template is None
-        ):
+        has_template = self.config.actor_rollout_ref.model.get("custom_chat_template")
+        if has_template and settings.actor_rollout_ref.model.custom_chat_template is None:
             raise ConfigError(
-                "verl's custom_chat_template is a text, and rollstream takes a file: put it into one and name "
-                "that in this loop's overrides (actor_rollout_ref.model.custom_chat_template=FILE)"
+                "verl's custom_chat_template is a text, and rollstream takes a file: name one in this loop's "
+                "overrides (actor_rollout_ref.model.custom_chat_template=FILE)"
             )
         setup = await build_setup(settings, await load_agents(settings))
-        if settings.custom_reward_function.path is None:  # verl scores
+        has_reward = settings.custom_reward_function.path is not None
+        if not has_reward:  # verl scores
             setup.reward = None  # type: ignore[assignment]
         servers = verl_servers(self.config.actor_rollout_ref.rollout.name)
         engine = ClientEngine(self.server_manager, replace(servers, images=False))
@@ -89,29 +84,26 @@ class RollstreamLoop(AgentLoopBase):  # type: ignore[misc]
         setup.agents.check({self._name}, setup.tokenizer, show_tools=show, images=False)
         loop = setup.agents.loops.create(self._name, setup.agent_resources(engine), request_id="check")
         if isinstance(loop, ContextAgent):
-            self._refuse_several()
-            if (loop.snapshot_scoring, loop.context_penalty) != ("outcome", None):
-                self._refuse_own_rewards()
-            scores_own = loop.snapshot_scoring == "own" and settings.custom_reward_function.path is not None
-            has_reward = loop.snapshot_scoring == "outcome" or scores_own or loop.context_penalty is not None
-            if current_calls() is None and not has_reward:
+            takes_outcome, has_penalty = loop.snapshot_scoring == "outcome", loop.context_penalty is not None
+            self._check_snapshots(True, own_rewards=not takes_outcome or has_penalty)
+            is_scored = takes_outcome or has_penalty or (loop.snapshot_scoring == "own" and has_reward)
+            if current_calls() is None and not is_scored:
                 raise ConfigError(
                     f"agent loop {self._name!r}: verl's trainer gives a snapshot without a reward the final one's: "
                     "with snapshot_scoring=own name a custom_reward_function in overrides, and leave out none"
                 )
         return setup.make_worker(engine, [self._name]).worker
 
-    def _refuse_several(self) -> None:
-        """Raises `ConfigError` where a rollout may have one trajectory only."""
-        if current_calls() is None and not self.config.trainer.get("use_v1", True):
+    def _check_snapshots(self, has_some: bool, *, own_rewards: bool) -> None:
+        """Raises `ConfigError` where verl's trainer would drop a snapshot, or its own reward."""
+        if not has_some or current_calls() is not None:
+            return
+        if not self.config.trainer.get("use_v1", True):
             raise ConfigError(
                 f"agent loop {self._name!r} gives several trajectories a rollout, and verl's old trainer takes "
                 "one: set trainer.use_v1=true"
             )
-
-    def _refuse_own_rewards(self) -> None:
-        """Raises `ConfigError` where a snapshot's own reward would not count."""
-        if current_calls() is None and self.config.algorithm.adv_estimator == "grpo":
+        if own_rewards and self.config.algorithm.adv_estimator == "grpo":
             raise ConfigError(
                 f"agent loop {self._name!r}: a snapshot has a reward of its own, and verl's grpo gives every "
                 "trajectory of a rollout the final one's advantage: set algorithm.adv_estimator=grpo_vectorized, "

@@ -48,10 +48,7 @@ def verl_servers(name: str) -> Capabilities:
     Sampling parameters go to them by the engine's own names: `seed` is vLLM's, SGLang's is another. rollstream's
     backend takes them all.
     """
-    if name == NAME:
-        extra: tuple[str, ...] = SERVER_SAMPLING
-    else:
-        extra = (*PENALTIES, "min_p") if name in ("vllm", "sglang") else ()
+    extra = {NAME: SERVER_SAMPLING, "vllm": (*PENALTIES, "min_p"), "sglang": (*PENALTIES, "min_p")}
     return Capabilities(
         token_ids=True,
         logprobs="processed",
@@ -61,7 +58,7 @@ def verl_servers(name: str) -> Capabilities:
         images=True,
         update_weights=False,
         max_model_len=None,
-        extra_sampling=extra,
+        extra_sampling=extra.get(name, ()),
     )
 
 
@@ -105,38 +102,36 @@ class VerlRecipe:
             stack.push_async_callback(in_daemon_thread, _end_traces, context)
             built = setup.make_worker(engine, list(self.loop_names))
             client.meter = built.meter
+            is_embedded = (
+                self.client is None and engine_kind(setup.settings.actor_rollout_ref.rollout.name).is_embedded
+            )
             return replace(
                 built,
                 worker=SampleWorker(built.worker, context),  # type: ignore[arg-type]
                 close=stack.pop_all().aclose,
-                engine=engine if self.client is None and self._is_embedded else None,
+                engine=engine if is_embedded else None,
                 follow=follow,
             )
-
-    @property
-    def _is_embedded(self) -> bool:
-        return engine_kind(self.settings.actor_rollout_ref.rollout.name).is_embedded
 
     def _client_of(self, engine: Engine) -> Any:
         """A client of verl's whose only server is in this process."""
         from rollstream.integrations.verl.client import StreamingLLMServerClient
 
         server = ReplicaServer(Lengths.read(self.verl_config.actor_rollout_ref.rollout), engine=engine)
-        asked = {name: SimpleNamespace(remote=getattr(server, name)) for name in ("generate", "health")}
-        return StreamingLLMServerClient(self.verl_config, servers={"engine": SimpleNamespace(**asked)})
+        methods = {name: SimpleNamespace(remote=getattr(server, name)) for name in ("generate", "health")}
+        return StreamingLLMServerClient(self.verl_config, servers={"engine": SimpleNamespace(**methods)})
 
     def _make_worker(self, client: Any) -> tuple[Any, "_Context"]:
         """A worker of verl's, and what it left in the context of its thread: a tracer's run."""
         from verl.workers.rollout.utils import get_max_position_embeddings
 
-        before = dict(copy_context().items())
+        before = copy_context()
         worker = self.worker(self.verl_config, client)
         rollout = client.config.actor_rollout_ref.rollout
         if rollout.max_model_len is None:  # verl's servers take the model's, if it has one
             with suppress(ValueError):
                 rollout.max_model_len = int(get_max_position_embeddings(worker.model_config.hf_config))
-        left = [(var, value) for var, value in copy_context().items() if before.get(var) is not value]
-        return worker, left
+        return worker, [(var, value) for var, value in copy_context().items() if before.get(var) is not value]
 
 
 _Context = list[tuple[ContextVar[Any], Any]]
@@ -148,10 +143,9 @@ def _end_traces(context: _Context) -> None:
 
     for variable, value in context:
         variable.set(value)
-    tracer = RolloutTraceConfig.get_client()
     end = {"mlflow": "flush_trace_async_logging", "trackio": "finish", "weave": "finish"}
     with suppress(Exception):  # the rollouts are safe, whatever becomes of their traces
-        getattr(tracer, end[str(RolloutTraceConfig.get_backend())])()
+        getattr(RolloutTraceConfig.get_client(), end[str(RolloutTraceConfig.get_backend())])()
 
 
 async def plain_setup(settings: Settings, loops: AgentLoops) -> RolloutSetup:
@@ -212,7 +206,7 @@ def check_loop_names(names: Iterable[str], given: Iterable[str] = ()) -> None:
     known = {*_agent_loop_registry, *given}
     if missing := sorted(set(names) - known):
         raise ConfigError(
-            f"verl knows no agent loop {missing[0]!r}; it knows {', '.join(sorted(known))}. Others come by "
+            f"verl knows no agent loop {missing[0]!r} (known: {', '.join(sorted(known))}); others come by "
             "actor_rollout_ref.rollout.agent.agent_loop_config_path"
         )
 
@@ -267,16 +261,13 @@ class ClientEngine:
             request_id=request_id, prompt_ids=list(prompt_ids), sampling_params=params
         )
         ids, fields = list(output.token_ids), output.extra_fields
-        if output.stop_reason in ("aborted", "abort"):
-            reason = "abort"
-        else:
-            lengths = Lengths.read(self._client.config.actor_rollout_ref.rollout)
-            most = lengths.most(sampling.max_tokens, len(prompt_ids))
-            reason = "length" if len(ids) >= most else "stop"
+        lengths = Lengths.read(self._client.config.actor_rollout_ref.rollout)
+        is_longest = len(ids) >= lengths.most(sampling.max_tokens, len(prompt_ids))
+        is_aborted = output.stop_reason in ("aborted", "abort")
         return Completion(
             token_ids=ids,
             logprobs=list(output.log_probs) if sampling.logprobs and output.log_probs is not None else None,
-            finish_reason=reason,  # type: ignore[arg-type]
+            finish_reason="abort" if is_aborted else "length" if is_longest else "stop",
             policy_versions=[(0, int(fields.get("global_steps") or 0))],
             cached_prompt_tokens=int(fields.get("num_cached_tokens") or 0),
         )
@@ -300,8 +291,8 @@ class ClientEngine:
         answers = await asyncio.gather(*map(_ask, servers.values()))
         if all(isinstance(answer, ActorDiedError) for answer in answers):
             raise EngineLostError(
-                "all of verl's servers have ended, and nobody starts them anew (Ray's logs of their actors say "
-                "why). What is done is safe; run the same command again."
+                "all of verl's servers have ended, and nobody starts them anew (see Ray's logs of their actors). "
+                "What is done is safe; run the same command again."
             )
         return any(answer is True for answer in answers)
 

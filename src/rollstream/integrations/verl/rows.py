@@ -37,9 +37,8 @@ def sample_row(index: int, sample: Mapping[str, Any]) -> VerlRow:
     messages: Any = sample.get(VERL_PROMPT)
     if hasattr(messages, "tolist"):  # an array, as a batch of verl's holds them
         messages = messages.tolist()
-    if not isinstance(messages, list | tuple) or not all(isinstance(one, Mapping) for one in messages):
-        found = described(sample.get(VERL_PROMPT))
-        raise DataError(f"sample {index}: {VERL_PROMPT} is {found}; want a list of messages")
+    if not isinstance(messages, list | tuple) or not all(isinstance(each, Mapping) for each in messages):
+        raise DataError(f"sample {index}: {VERL_PROMPT} is {described(messages)}; want a list of messages")
     plain = [dict(message) for message in messages]
     sampling = {"sampling_params": sample["sampling_params"]} if sample.get("sampling_params") else {}
     return VerlRow(index, f"{index:032x}", plain, "unknown", columns=sampling, sample=dict(sample))
@@ -87,36 +86,35 @@ class VerlRows(RowSource):
         return plain
 
 
+def _parts(message: Any) -> list[Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return list(content) if isinstance(content, list | tuple) else []
+
+
 def shows_media(row: PromptRow) -> bool:
     """Whether images, videos or sounds are in its messages."""
-    contents = [message.get("content") for message in row.messages]
-    return any(
-        isinstance(part, Mapping) and MEDIA in part
-        for content in contents
-        if isinstance(content, list | tuple)
-        for part in content
-    )
+    parts = [part for message in row.messages for part in _parts(message)]
+    return any(isinstance(part, Mapping) and MEDIA in part for part in parts)
 
 
 def _message(message: Any) -> Any:
     """A message whose images, videos and sounds are replaced by what tells them apart."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list | tuple):
+    if not (parts := _parts(message)):
         return message
-    parts = [
+    content = [
         part
         if not isinstance(part, Mapping) or part.get("type") == "text"
         else {"type": MEDIA, "text": f"<{part.get('type')} {_digest(part)}>", MEDIA: part.get("type")}
-        for part in message["content"]
+        for part in parts
     ]
-    return {**message, "content": parts}
+    return {**message, "content": content}
 
 
 def _digest(part: Mapping[str, Any]) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for key in sorted(map(str, part)):
-        value = part[key]
-        pixels = value.tobytes() if hasattr(value, "tobytes") else None
-        digest.update(key.encode() + b"\0" + (pixels if pixels is not None else repr(value).encode()))
+    for key, value in sorted(part.items()):
+        content = value.tobytes() if hasattr(value, "tobytes") else repr(value).encode()
+        digest.update(key.encode() + b"\0" + content)
     return digest.hexdigest()
 
 

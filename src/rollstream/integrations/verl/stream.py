@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
+import numpy as np
 import ray
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker
 from verl.utils.ray_utils import auto_await
@@ -87,7 +89,8 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
             attempt_timeout=600.0,
             max_attempts=max_attempts,
         )
-        try:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(run.close)
             await run.start()
             work = asyncio.ensure_future(run.run(_keys(samples, rows)))
             work.add_done_callback(lambda _: results.put_nowait(None))
@@ -102,8 +105,6 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
                 run.drop()
                 results.abandon()
                 await asyncio.gather(work, return_exceptions=True)
-        finally:
-            await run.close()
 
 
 class _Results(asyncio.Queue[Any]):
@@ -114,10 +115,9 @@ class _Results(asyncio.Queue[Any]):
     def submit(self, result: EncodedRollout | Failure) -> "asyncio.Future[None]":
         """See `StoreWriter.submit`."""
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.put_nowait((result, taken))
         if self.is_abandoned:
-            taken.set_result(None)
-        else:
-            self.put_nowait((result, taken))
+            self.abandon()
         return taken
 
     def abandon(self) -> None:
@@ -132,15 +132,12 @@ def _keys(samples: Iterable[Mapping[str, Any]], rows: dict[int, Mapping[str, Any
     """The keys of samples, which are kept in `rows`. Raises `DataError` for an index that cannot be used."""
     seen: set[int] = set()
     for sample in samples:
-        try:
-            index = int(sample["index"])
-        except (KeyError, TypeError, ValueError, OverflowError):
-            index = -1
-        if index < 0 or index in seen:
+        index = sample.get("index")
+        if not isinstance(index, int | np.integer) or index < 0 or index in seen:
             raise DataError(
-                f"sample index {sample.get('index')!r}: every sample needs an index of its own, 0 or more "
-                "(verl's dataset gives 0 to every row that has none in its extra_info)"
+                f"sample index {index!r}: every sample needs an index of its own, 0 or more (verl's dataset gives "
+                "0 to every row that has none in its extra_info)"
             )
-        seen.add(index)
-        rows[index] = sample
-        yield RolloutKey(index, 0)
+        seen.add(int(index))
+        rows[int(index)] = sample
+        yield RolloutKey(int(index), 0)
