@@ -543,8 +543,10 @@ def _conflicts(settings: Settings) -> Iterator[str]:
             f"prompt_length {rollout.prompt_length} + response_length {rollout.response_length} = {longest} tokens "
             f"are more than {_ROLLOUT}.max_model_len = {rollout.max_model_len}"
         )
-    if (shard := generation.shard_of) is not None and shard[0] >= shard[1]:
-        yield f"generation.shard must be i/k with 0 <= i < k, as in 0/4 (it is {generation.shard!r})"
+    if generation.shard is not None:
+        shard = re.fullmatch(r"(\d{1,9})/(\d{1,9})", generation.shard)
+        if shard is None or int(shard[1]) >= int(shard[2]):
+            yield f"generation.shard must be i/k with 0 <= i < k, as in 0/4 (it is {generation.shard!r})"
     if "parquet" in generation.export:
         yield "generation.export: parquet is the artifact itself, which generation.final_merge writes"
     elif generation.export and not generation.final_merge:

@@ -28,7 +28,6 @@ ArtifactName = Annotated[
     Meta(pattern=r"^(?!(?i:yes|no|on|off|true|false)$)(?=.*[A-Za-z])[A-Za-z0-9_.-]{1,128}$"),
 ]
 """What W&B takes (source: `wandb.sdk.artifacts._validators`), but for what are slips: bare numbers, `yes`."""
-Shard = Annotated[str, Meta(pattern=r"^\d{1,9}/\d{1,9}$")]
 Amount = Annotated[int, Meta(ge=0)] | Annotated[float, Meta(ge=0, le=1e18)]
 """What a worker claims of a resource of Ray's."""
 
@@ -182,7 +181,7 @@ class GenerationSettings:
     """`generation`. Times in seconds."""
 
     resume: Literal["auto", "never", "extend"]
-    shard: Shard | None
+    shard: Text | None
     """`i/k`; see `shard_of`."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None
     executor: Text
