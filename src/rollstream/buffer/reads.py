@@ -1,9 +1,9 @@
 """Reads: groups are leased, loaded, finished by their hooks, and handed out some at a time.
 
-Readers that wait stand in one queue, and one task serves it: when groups have become ready it tries those
-whose groups they may be, in the order they came. Groups without hooks of their own never leave the server's
-process: their bodies are taken apart at the outermost level only. A group that its hooks cannot finish goes
-to quarantine and the others go on; a task whose hooks fail on several groups in a row pauses for some seconds.
+Readers that wait try again when groups have become ready; their tries share a transaction, in the order in which
+they came. Groups without hooks of their own never leave the server's process: their bodies are taken apart at the
+outermost level only. A group that its hooks cannot finish goes to quarantine and the others go on; a task whose
+hooks fail on several groups in a row pauses for some seconds.
 """
 
 import asyncio
@@ -111,23 +111,15 @@ class TaskPolicy:
         return self._hooks is not None and "is_valid_group" in self._hooks.overridden(task)
 
 
-class _Waiter:
-    """A reader that waits."""
-
-    def __init__(self, wanted: Callable[[], Wanted]) -> None:
-        self.wanted = wanted
-        self.taken: asyncio.Future[Taken] = asyncio.get_running_loop().create_future()
-        self.nothing = Taken()
-        """The result of the last try, which got no groups."""
-
-
 class Reads:
-    """The reads of one server. `serve_waiting` and `judge` have to run beside them."""
+    """The reads of one server. `judge` has to run beside them."""
 
     def __init__(self, store: SqlStore, hooks: Hooks, policy: TaskPolicy) -> None:
         self._store, self._hooks, self._policy = store, hooks, policy
-        self._waiters: list[_Waiter] = []
+        self.waiting = 0
+        """Readers that wait."""
         self._news, self._unjudged = asyncio.Event(), asyncio.Event()
+        """Set when groups become ready, for those who wait just now; and when there are some to judge."""
         self._failed_in_a_row: Counter[tuple[str, str]] = Counter()
         """By task and what its hooks were to do: one that judges well says nothing for one that finishes."""
         self._paused: dict[str, tuple[float, str]] = {}
@@ -140,15 +132,10 @@ class Reads:
         now = time.monotonic()
         return {task: why for task, (until, why) in self._paused.items() if until > now}
 
-    @property
-    def waiting(self) -> int:
-        """Readers that wait."""
-        return len(self._waiters)
-
     def on_change(self, change: Change) -> None:
         """Has readers tried again that may get what has become ready, and groups judged."""
         if change.ready:
-            self._news.set()
+            self.wake()
         if change.unjudged:
             self._unjudged.set()
 
@@ -158,11 +145,10 @@ class Reads:
         self._failed_in_a_row.clear()
         self.on_change(Change(ready=True, unjudged=True))
 
-    def end_waits(self) -> None:
-        """Readers that wait get nothing more."""
-        for waiter in self._waiters:
-            if not waiter.taken.done():
-                waiter.taken.set_result(waiter.nothing)
+    def wake(self) -> None:
+        """Has all readers that wait try again, or see that nobody waits any more."""
+        self._news.set()
+        self._news = asyncio.Event()
 
     def settings(self, group: Group) -> GroupSettings:
         """The settings of a group; it keeps its size when the server is started with another one."""
@@ -203,54 +189,24 @@ class Reads:
             blocked: Whether something fails that would bring groups. Ends the wait after a second, not at once:
                 a reader that asks again and again must not keep the server busy.
         """
-        if seconds <= 0:
-            return await self._take(wanted())
-        waiter = _Waiter(wanted)
-        self._waiters.append(waiter)
-        self._news.set()
         ends = time.monotonic() + seconds
-        try:
-            while (left := ends - time.monotonic()) > 0 and not gone():
-                await asyncio.wait({waiter.taken}, timeout=min(left, _CHECK_S))
-                if waiter.taken.done():
-                    return waiter.taken.result()
-                if blocked():
-                    break
-            return waiter.nothing
-        finally:
-            self._waiters.remove(waiter)
-            waiter.taken.cancel()
-
-    async def serve_waiting(self) -> None:
-        """Hands groups to readers that wait, for ever."""
         while True:
-            await self._news.wait()
-            self._news.clear()
-            in_vain: dict[Wanted, Taken] = {}
-            for waiter in list(self._waiters):
-                if not waiter.taken.done():
-                    try:
-                        await self._serve(waiter, in_vain)
-                    except Exception as error:
-                        if not waiter.taken.done():
-                            waiter.taken.set_exception(error)
-
-    async def _serve(self, waiter: _Waiter, in_vain: dict[Wanted, Taken]) -> None:
-        wanted = waiter.wanted()
-        question = replace(wanted, consumer=None, read_id=None, seconds=0.0)
-        if question not in in_vain:  # whoever asks for the same gets the same: nothing
-            taken = await self._take(wanted)
+            news = self._news
+            taken = await self._store.take(replace(wanted(), skip_tasks=tuple(self.paused)))
             if taken.lease is not None:
-                if waiter.taken.done():
-                    await self.give_back(taken.lease)
-                else:
-                    waiter.taken.set_result(taken)
-                return
-            in_vain[question] = taken
-        waiter.nothing = in_vain[question]
-
-    async def _take(self, wanted: Wanted) -> Taken:
-        return await self._store.take(replace(wanted, skip_tasks=tuple(self.paused)))
+                return taken
+            self.waiting += 1
+            try:
+                while not news.is_set():
+                    if (left := ends - time.monotonic()) <= 0 or gone():
+                        return taken
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(min(left, _CHECK_S)):
+                            await news.wait()
+                    if gone() or (not news.is_set() and blocked()):
+                        return taken
+            finally:
+                self.waiting -= 1
 
     # -- finishing
 

@@ -165,7 +165,7 @@ class Service:
         for host, own in (("0.0.0.0", "localhost"), ("127.0.0.1", "localhost"), ("[::]", "[::1]")):
             url = url.replace(f"://{host}:", f"://{own}:")
         self.jobs.buffer_url = url
-        for work in (self._sweep(), self.reads.judge(), self.reads.serve_waiting()):
+        for work in (self._sweep(), self.reads.judge()):
             self._tasks.append(asyncio.create_task(work))
         await self.jobs.resume()
 
@@ -173,7 +173,7 @@ class Service:
         """Whoever waits is answered now: the server stops."""
         self.closing = True
         self._room.set()
-        self.reads.end_waits()
+        self.reads.wake()
 
     async def close(self) -> None:
         """Ends generators, hooks and the store, whatever user code does."""
