@@ -87,6 +87,10 @@ class GroupSettings(msgspec.Struct, frozen=True):
         """Items that a timed out group must have."""
         return _share(self.min_timeout_group_size_ratio, self.group_size)
 
+    def of_size(self, size: int) -> "GroupSettings":
+        """These for a group that keeps its size when the server is started with another one."""
+        return self if self.group_size == size else msgspec.structs.replace(self, group_size=size)
+
     def changed(self, values: Mapping[str, Any]) -> "GroupSettings":
         """These with other values; numbers may be texts, as slime sends them. Raises `ConfigError`."""
         known = {name: values[name] for name in self.__struct_fields__ if values.get(name) is not None}

@@ -151,9 +151,7 @@ class Reads:
         self._news = asyncio.Event()
 
     def settings(self, group: Group) -> GroupSettings:
-        """The settings of a group; it keeps its size when the server is started with another one."""
-        settings = self._policy.settings(group.task, self._store.known_jobs.get(group.job))
-        return settings if settings.group_size == group.size else replace(settings, group_size=group.size)
+        return self._policy.settings(group.task, self._store.known_jobs.get(group.job)).of_size(group.size)
 
     # -- taking
 

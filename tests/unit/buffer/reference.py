@@ -214,11 +214,7 @@ class ReferenceStore:
             elif group.judged == len(group.items):
                 group.state = "ready"
             else:
-                name = (group.task, group.job, type(group.instance_id), group.instance_id)
-                group.timed_out |= name in [
-                    (g.task, g.job, type(g.instance_id), g.instance_id) for g in self.in_state("open")
-                ]
-                group.state = "open"
+                group.timed_out = True
                 self.judge_by_default(group)
         return {group.id for group in back}
 

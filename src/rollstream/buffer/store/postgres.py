@@ -149,18 +149,19 @@ class PostgresDatabase:
         try:
             yield
         except self._psycopg.Error as error:
-            code = str(error.sqlstate or "")
-            if code == "53100":
-                raise StorageFullError(
-                    f"{self._database}: no room on its disk; nothing of this was stored"
-                ) from error
-            if code.startswith("XX"):
-                raise DamageError(f"{self._database} is damaged: {error}") from error
-            # a NUL in a text, a text too long for an index
-            if code.startswith(("22", "54")) or (not code and isinstance(error, self._psycopg.DataError)):
-                raise DataError(f"{self._database} cannot store this: {error}") from error
-            if code.startswith(("28", "3D", "3F", "42501")):
-                raise ConfigError(f"{self._database} cannot be used: {error}") from error
+            code = str(error.sqlstate or ("22" if isinstance(error, self._psycopg.DataError) else ""))
+            for prefixes, kind, text in (
+                (("53100",), StorageFullError, "has no room on its disk; nothing of this was stored"),
+                (("XX",), DamageError, "is damaged"),
+                (
+                    ("22", "54"),
+                    DataError,
+                    "cannot store this",
+                ),  # a NUL in a text, a text too long for an index
+                (("28", "3D", "3F", "42501"), ConfigError, "cannot be used"),
+            ):
+                if code.startswith(prefixes):
+                    raise kind(f"{self._database} {text}: {error}") from error
             is_safe = self._database != _HIDDEN and (urlsplit(self._url).password or "\0") not in str(error)
             raise StorageError(
                 f"{self._database}: {error if is_safe else 'cannot be reached'} ({type(error).__name__})"

@@ -21,7 +21,6 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
 import msgspec
@@ -207,14 +206,6 @@ _STATES: Final = {
 """Conditions for groups that have not left, in the words of the index that finds them: no arguments, which
 PostgreSQL does not know when it plans."""
 
-_COUNTED: Final = [
-    name for name in Stats.__struct_fields__
-    if name.startswith(("scored_", "reward_")) or name in (
-        "items_of_job", "items_written", "items_delivered", "groups_delivered", "archive_bytes"
-    )
-]  # fmt: skip
-"""Stats that are totals of the same name."""
-
 
 class _Session:
     """The state that the operations of one transaction share."""
@@ -262,9 +253,6 @@ class _Session:
         self.room = True
         self.count("archive_bytes", size)
         return self.count("items_left", items)
-
-    def lacking(self, size: int = 0) -> int:
-        return _lacking(self.tx, self.totals, size)
 
     def save_totals(self) -> None:
         self.count("readied", self.ready)
@@ -443,7 +431,7 @@ class SqlStore:
     @_change
     def _make_room(self, session: _Session, size: int) -> int:
         """Gives up what of the archive the disk lacks for so many bytes; 0: that would not help."""
-        lacking, archive = session.lacking(size), session.totals["archive_bytes"]
+        lacking, archive = _lacking(session.tx, session.totals, size), session.totals["archive_bytes"]
         trimmed = self._trim(session, archive - lacking) if 0 < lacking <= archive else 0
         session.in_vain += not trimmed
         return trimmed
@@ -532,9 +520,7 @@ class SqlStore:
             if row.timed_out or row.n >= row.size:
                 row.state = "judging"
             return
-        settings = self._policy.settings(row.task, session.jobs.get(row.job))
-        if settings.group_size != row.size:  # the server was started with another --group-size meanwhile
-            settings = replace(settings, group_size=row.size)
+        settings = self._policy.settings(row.task, session.jobs.get(row.job)).of_size(row.size)
         row.judged = row.n
         verdict = judge_rewards(row.rewards, settings, timed_out=row.timed_out)
         if verdict.valid:
@@ -737,26 +723,18 @@ class SqlStore:
     def retry(self, session: _Session, groups: Sequence[int] | None) -> list[int]:
         """Quarantined groups (None: all) are judged or handed out again; which ones.
 
-        Those whose task has no hook any more that judges are judged by the default rule. Short ones wait for
-        more items, unless another group has been opened for these.
+        Those whose task has no hook any more that judges are judged by the default rule, as they are.
         """
         which, values = _where("state = 'quarantined'", ("id = ANY(%s)", groups))
         rows = _rows(session.tx, which, *values)
-        others = session.tx.rows(
-            "SELECT key FROM groups WHERE state = 'open' AND key = ANY(%s)", [row.key for row in rows]
-        )
-        open_keys = {key for (key,) in others}
         for row in sorted(rows, key=lambda row: row.position):
             row.lease = row.reason = row.cause = None
             own = self._policy.has_own_judge(row.task)
             if row.judged == row.n and not own:
                 session.make_ready(row)
                 continue
-            row.state = "judging" if own else "open"
-            row.timed_out = row.timed_out or (row.key in open_keys and not own)
+            row.state, row.timed_out = "judging", row.timed_out or not own
             self._judge(session, row)
-            if row.state == "open":
-                open_keys.add(row.key)
         _save(session, rows)
         return [row.id for row in rows]
 
@@ -942,17 +920,19 @@ class SqlStore:
                   for state, which in _STATES.items()}  # fmt: skip
         leases = tx.rows("SELECT count(*) FROM leases WHERE state = 'out'")
         first = tx.rows("SELECT updated FROM groups WHERE state = 'ready' ORDER BY position LIMIT 1")
+        known = {
+            "items": totals["items_written"] - totals["items_left"],
+            "items_ready": int(counts["ready"][1] or 0),
+            "items_dropped": _by_reason(totals, "items_dropped:"),
+            "groups": {state: row[0] for state, row in counts.items()},
+            "groups_dropped": _by_reason(totals, "groups_dropped:"),
+            "leases": leases[0][0],
+            "oldest_ready_s": max(0.0, tx.now - first[0][0]) if first else 0.0,
+            "disk_bytes": disk_bytes,
+            "disk_full": _lacking(tx, totals) > totals["archive_bytes"],
+        }
         return Stats(
-            items=totals["items_written"] - totals["items_left"],
-            items_ready=int(counts["ready"][1] or 0),
-            items_dropped=_by_reason(totals, "items_dropped:"),
-            groups={state: row[0] for state, row in counts.items()},
-            groups_dropped=_by_reason(totals, "groups_dropped:"),
-            leases=leases[0][0],
-            oldest_ready_s=max(0.0, tx.now - first[0][0]) if first else 0.0,
-            disk_bytes=disk_bytes,
-            disk_full=_lacking(tx, totals) > totals["archive_bytes"],
-            **{name: totals[name] for name in _COUNTED},
+            **{name: known[name] if name in known else totals[name] for name in Stats.__struct_fields__}
         )
 
 
