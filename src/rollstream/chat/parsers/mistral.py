@@ -30,18 +30,22 @@ class MistralParser(CallParser):
     end_tokens = (*END_TOKENS, "</s>")
     thinking = {**THINK_TAGS, "[THINK]": "[/THINK]"}  # noqa: RUF012
 
+    call_marks = (_CALLS, (), (_CALLS,))
+
     def take_call(self, turn: TurnReader, tools: Sequence[dict[str, Any]]) -> None:
         body = turn.skip_space(turn.position + len(_CALLS))
         if turn.at("[", body) and not turn.at(_CALLS, body):
             _take_list(turn, body)
-            return
-        with OpenCall(turn, _CALLS, others=(_CALLS,)) as call:
-            head = _HEAD.match(turn.text, call.position, call.stop)
-            if head is None:
-                raise UnreadableError("neither a list of calls nor a name and [ARGS] after [TOOL_CALLS]")
-            call.name, call.call_id = head["name"], head["id"] and head["id"].strip()
-            call.position = head.end()
-            call.take_arguments(*turn.decode(call.position, call.stop, "the arguments are"))
+        else:
+            super().take_call(turn, tools)
+
+    def read_call(self, turn: TurnReader, call: OpenCall, tools: Sequence[dict[str, Any]]) -> None:
+        head = _HEAD.match(turn.text, call.position, call.stop)
+        if head is None:
+            raise UnreadableError("neither a list of calls nor a name and [ARGS] after [TOOL_CALLS]")
+        call.name, call.call_id = head["name"], head["id"] and head["id"].strip()
+        call.position = head.end()
+        call.take_arguments(*turn.decode(call.position, call.stop, "the arguments are"))
 
 
 def _take_list(turn: TurnReader, bracket: int) -> None:

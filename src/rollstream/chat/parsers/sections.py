@@ -30,7 +30,6 @@ class _SectionParser(CallParser):
 
     markers: ClassVar[tuple[str, str, str]]
     """What begins a call, begins a section, ends a section."""
-    call_end: ClassVar[str]
     separator: ClassVar[str]
     """Between the head and what follows it."""
     tail: ClassVar[re.Pattern[str]] = _SPACE
@@ -47,8 +46,7 @@ class _SectionParser(CallParser):
             turn.take("markup", here + len(section_end))
             return
         if turn.at(begin, here):
-            with OpenCall(turn, begin, (self.call_end,), (begin, section_end)) as call:
-                self._read(turn, call)
+            super().take_call(turn, tools)
         elif min(turn.find(begin), turn.find_thinking()) < following:
             turn.take("markup", here + len(section))
         else:
@@ -59,7 +57,7 @@ class _SectionParser(CallParser):
         if gap == turn.end or any(turn.at(mark, gap) for mark in self.markers):
             turn.take("markup", gap)
 
-    def _read(self, turn: TurnReader, call: OpenCall) -> None:
+    def read_call(self, turn: TurnReader, call: OpenCall, tools: Sequence[dict[str, Any]]) -> None:
         separator = turn.find(self.separator, call.position)
         if separator >= call.stop:
             raise UnreadableError(f"no {self.separator} in the call")
@@ -67,15 +65,14 @@ class _SectionParser(CallParser):
         if not is_bare_name(call.name):
             call.name = ""
             raise UnreadableError("the call has no name of a tool")
-        arguments, stop = turn.decode_between(
-            start, call.stop, "the arguments are", (self.call_end,), self.tail
-        )
-        call.take_arguments(arguments, turn.past(self.call_end, stop))
+        _, closings, _ = self.call_marks
+        arguments, stop = turn.decode_between(start, call.stop, "the arguments are", closings, self.tail)
+        call.take_arguments(arguments, turn.past_any(closings, stop))
 
 
 class _DeepSeekParser(_SectionParser):
     markers = ("<｜tool▁call▁begin｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-    call_end = "<｜tool▁call▁end｜>"
+    call_marks = (markers[0], ("<｜tool▁call▁end｜>",), (markers[0], markers[2]))
     separator = "<｜tool▁sep｜>"
 
 
@@ -110,7 +107,7 @@ class KimiK2Parser(_SectionParser):
     """Calls with ids."""
 
     markers = ("<|tool_call_begin|>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
-    call_end = "<|tool_call_end|>"
+    call_marks = (markers[0], ("<|tool_call_end|>",), (markers[0], markers[2]))
     separator = "<|tool_call_argument_begin|>"
     end_tokens = (*END_TOKENS, "[EOS]")
     stop_tokens: tuple[str, ...] = ("<|im_end|>",)

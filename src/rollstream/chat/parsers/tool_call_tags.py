@@ -14,7 +14,6 @@ The last two write values as bare text, of the types that the tool's schema decl
 import ast
 import json
 import re
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -46,106 +45,80 @@ _PYTHON_TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
+class _TagParser(CallParser):
+    markers: ClassVar[tuple[str, ...]] = (_OPENING,)
+    call_marks = (_OPENING, (_CLOSING,), (_OPENING,))
+
+
 @register_parser("hermes")
-class HermesParser(CallParser):
+class HermesParser(_TagParser):
     """JSON between tags. A missing closing tag is no error where the JSON is whole."""
 
-    markers = (_OPENING,)
-
-    def take_call(self, turn: TurnReader, tools: Sequence[dict[str, Any]]) -> None:
-        with OpenCall(turn, _OPENING, (_CLOSING,), (_OPENING,)) as call:
-            value, stop = turn.decode_between(call.position, call.stop, "the call is", (_CLOSING,))
-            call.take_object(value, turn.past(_CLOSING, stop))
-
-
-class _BareValueParser(CallParser):
-    """Tags around names and values."""
-
-    markers: ClassVar[tuple[str, ...]] = (_OPENING,)
-
-    def take_call(self, turn: TurnReader, tools: Sequence[dict[str, Any]]) -> None:
-        with OpenCall(turn, _OPENING, (_CLOSING,), (_OPENING,)) as call:
-            self._read_name(turn, call)
-            arguments = self._read_arguments(turn, call, parameters_of(tools, call.name))
-            call.take_arguments(arguments, call.position)
-
-    @abstractmethod
-    def _read_name(self, turn: TurnReader, call: OpenCall) -> None:
-        """Sets the call's name, and moves its position behind it."""
-
-    @abstractmethod
-    def _read_arguments(self, turn: TurnReader, call: OpenCall, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Moves the call's position behind its end. `parameters` is the tool's schema, empty if none."""
+    def read_call(self, turn: TurnReader, call: OpenCall, tools: Sequence[dict[str, Any]]) -> None:
+        value, stop = turn.decode_between(call.position, call.stop, "the call is", (_CLOSING,))
+        call.take_object(value, turn.past(_CLOSING, stop))
 
 
 @register_parser("qwen3_coder")
-class Qwen3CoderParser(_BareValueParser):
+class Qwen3CoderParser(_TagParser):
     """A value without a declared type is text."""
 
     markers = (_OPENING, _FUNCTION)
 
-    def _read_name(self, turn: TurnReader, call: OpenCall) -> None:
+    def read_call(self, turn: TurnReader, call: OpenCall, tools: Sequence[dict[str, Any]]) -> None:
         tag = _FUNCTION_TAG.match(turn.text, turn.skip_space(call.position), turn.end)
         if tag is None or not is_bare_name(tag[1].strip()):
             raise UnreadableError("no <function=name> where the call begins")
-        call.name, call.position = tag[1].strip(), tag.end()
-
-    def _read_arguments(self, turn: TurnReader, call: OpenCall, parameters: dict[str, Any]) -> dict[str, Any]:
-        arguments = {}
-        call.position = turn.skip_space(call.position)
+        call.name = tag[1].strip()
+        parameters, arguments = parameters_of(tools, call.name), {}
+        call.position = turn.skip_space(tag.end())
         while tag := _PARAMETER_TAG.match(turn.text, call.position, turn.end):
             call.position = tag.end()
             key = tag[1].strip()
-            end = turn.find(_PARAMETER_END, call.position)
-            # A value that runs into the next parameter lost its own end: taking both would be a guess.
-            if end == turn.end or turn.find(_PARAMETER, call.position) < end:
-                raise UnreadableError(f"parameter {key[:40]!r} is not closed by {_PARAMETER_END}")
-            value = turn.text[call.position : end].removeprefix("\n").removesuffix("\n")
+            value = _read_until(turn, call, _PARAMETER_END, f"parameter {key[:40]!r}", _PARAMETER)
+            value = value.removeprefix("\n").removesuffix("\n")
             arguments[key] = read_value(value, declared_types(parameters, key))
-            call.position = turn.skip_space(end + len(_PARAMETER_END))
         if not turn.at(_FUNCTION_END, call.position):
             raise UnreadableError(f"the call is not closed by {_FUNCTION_END}")
-        call.position += len(_FUNCTION_END)
-        closing = turn.skip_space(call.position)
-        if turn.at(_CLOSING, closing):
-            call.position = closing + len(_CLOSING)
-        return arguments
+        end = call.position + len(_FUNCTION_END)
+        closing = turn.skip_space(end)
+        call.take_arguments(arguments, turn.past(_CLOSING, closing) if turn.at(_CLOSING, closing) else end)
 
 
 @register_parser("glm")
 @register_parser("glm45")
-class Glm45Parser(_BareValueParser):
+class Glm45Parser(_TagParser):
     """A value without a declared type is JSON if it reads as JSON, else text."""
 
     stop_tokens: tuple[str, ...] = ("<|observation|>",)
 
-    def _read_name(self, turn: TurnReader, call: OpenCall) -> None:
+    def read_call(self, turn: TurnReader, call: OpenCall, tools: Sequence[dict[str, Any]]) -> None:
         end = turn.find_any((_KEY, _CLOSING, _OPENING), call.position)
         name = turn.text[call.position : end].strip()
         if not is_bare_name(name):
             raise UnreadableError("no name of a tool where the call begins")
         call.name, call.position = name, end
-
-    def _read_arguments(self, turn: TurnReader, call: OpenCall, parameters: dict[str, Any]) -> dict[str, Any]:
-        arguments = {}
+        parameters, arguments = parameters_of(tools, name), {}
         while turn.at(_KEY, call.position):
-            key = _read_between(turn, call, _KEY, _KEY_END, "a key").strip()
+            call.position += len(_KEY)
+            key = _read_until(turn, call, _KEY_END, "a key", _KEY, _VALUE).strip()
             if not turn.at(_VALUE, call.position):
                 raise UnreadableError(f"no {_VALUE} for the key {key[:40]!r}")
-            value = _read_between(turn, call, _VALUE, _VALUE_END, f"the value of {key[:40]!r}")
+            call.position += len(_VALUE)
+            value = _read_until(turn, call, _VALUE_END, f"the value of {key[:40]!r}", _KEY, _VALUE)
             types = declared_types(parameters, key)
             arguments[key] = read_value(value, types) if types else json_or_text(value)
         if not turn.at(_CLOSING, call.position):
             raise UnreadableError(f"the call is not closed by {_CLOSING}")
-        call.position += len(_CLOSING)
-        return arguments
+        call.take_arguments(arguments, call.position + len(_CLOSING))
 
 
-def _read_between(turn: TurnReader, call: OpenCall, opening: str, closing: str, what: str) -> str:
-    start = call.position + len(opening)
+def _read_until(turn: TurnReader, call: OpenCall, closing: str, what: str, *others: str) -> str:
+    """The text up to a closing tag, which moves the call's position behind that."""
+    start = call.position
     end = turn.find(closing, start)
     # What runs into the next key or value lost its own end: taking both would be a guess.
-    if end == turn.end or turn.find(_KEY, start) < end or turn.find(_VALUE, start) < end:
+    if end == turn.end or turn.find_any(others, start) < end:
         raise UnreadableError(f"{what} is not closed by {closing}")
     call.position = turn.skip_space(end + len(closing))
     return turn.text[start:end]

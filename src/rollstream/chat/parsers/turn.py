@@ -5,7 +5,6 @@
 
 import contextlib
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -306,11 +305,13 @@ class OpenCall:
             raise UnreadableError("the call holds half a surrogate pair or is nested too deeply")
 
 
-class CallParser(ABC):
+class CallParser:
     """Reads a format in which a marker begins each call. A subclass says which, and how a call is read."""
 
     markers: ClassVar[tuple[str, ...]]
     """Before them is content."""
+    call_marks: tuple[str, Sequence[str], Sequence[str]]
+    """What opens a call, what closes it, and before what it ends, too; see `OpenCall`."""
     thinking: ClassVar[Mapping[str, str]] = THINK_TAGS
     end_tokens: ClassVar[tuple[str, ...]] = END_TOKENS
     stop_tokens: tuple[str, ...] = ()
@@ -325,12 +326,17 @@ class CallParser(ABC):
             self.take_call(turn, tools)
         return turn.finish()
 
-    def begin(self, turn: TurnReader) -> None:  # noqa: B027  (most formats have no such thing)
+    def begin(self, turn: TurnReader) -> None:
         """Takes what may begin an answer without a marker."""
 
-    @abstractmethod
     def take_call(self, turn: TurnReader, tools: Sequence[dict[str, Any]]) -> None:
         """Moves the cursor, which stands at a marker, behind what that begins."""
+        with OpenCall(turn, *self.call_marks) as call:
+            self.read_call(turn, call, tools)
+
+    def read_call(self, turn: TurnReader, call: OpenCall, tools: Sequence[dict[str, Any]]) -> None:
+        """Reads a call by `take_object` or `take_arguments`. Raises `UnreadableError`."""
+        raise NotImplementedError
 
 
 def _end_of_body(text: str, end_tokens: tuple[str, ...]) -> int:
