@@ -1,13 +1,15 @@
 """The base of both stub servers: a listener in this process that can be stopped, started again and killed."""
 
 import asyncio
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
+import orjson
 from aiohttp import web
 
 
 class HttpStub:
-    """Listens; what is answered is its subclass's."""
+    """Listens; its subclass answers."""
 
     host = "127.0.0.1"
     port = 0
@@ -32,21 +34,18 @@ class HttpStub:
 
     async def stop(self) -> None:
         """Ends all connections and the server."""
-        listener, self._listener = self._listener, None
-        server, self._server = self._server, None
-        if listener is not None:
-            listener.close()
-        if server is not None:
-            await server.shutdown(timeout=0.1)
+        if self._listener is not None and self._server is not None:
+            self._listener.close()
+            await self._server.shutdown(timeout=0.1)
+        self._listener = self._server = None
 
     def kill(self) -> None:
         """Closes every socket at once, in the middle of whatever it was doing."""
-        if self._listener is not None:
+        if self._listener is not None and self._server is not None:
             self._listener.close()
-        for handler in self._server.connections if self._server is not None else []:
-            transport = getattr(handler, "transport", None)
-            if transport is not None:
-                transport.abort()
+            for handler in self._server.connections:
+                if handler.transport is not None:
+                    handler.transport.abort()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -57,3 +56,17 @@ class HttpStub:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         raise NotImplementedError
+
+
+def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """A value as JSON."""
+    return web.Response(
+        body=orjson.dumps(value), status=status, content_type="application/json", headers=headers
+    )
+
+
+def error_response(
+    status: int, message: str, code: Any = None, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """An error in OpenAI's shape."""
+    return json_response({"error": {"message": message, "type": "stub", "code": code}}, status, headers)

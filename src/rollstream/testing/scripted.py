@@ -1,9 +1,12 @@
 """An engine in this process that says what it is told to say, and fails when it is told to."""
 
 import asyncio
+import contextlib
 import copy
 import inspect
-from collections.abc import Awaitable, Callable
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from rollstream.engine.base import Capabilities
@@ -46,15 +49,9 @@ _CAPABILITIES = Capabilities(
 
 
 @dataclass(slots=True)
-class _Fault:
-    matches: Callable[[ScriptedRequest], bool]
-    error: Exception
-    times: int | None
+class _Call:
+    """A request in flight."""
 
-
-@dataclass(slots=True)
-class _Flight:
-    request: ScriptedRequest
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by an abort, an outage or `close`."""
     aborted: bool = False
@@ -102,8 +99,8 @@ class ScriptedEngine:
         self._latency = latency
         self._record = record
         self._book = AnswerBook(capabilities.vocab_size or 512)
-        self._faults: list[_Fault] = []
-        self._flights: dict[str, _Flight] = {}
+        self._faults: list[tuple[Callable[[ScriptedRequest], bool], Iterator[Exception]]] = []
+        self._calls: dict[str, _Call] = {}
         self._down = False
 
     def fail(
@@ -121,13 +118,14 @@ class ScriptedEngine:
             times: how often.
         """
         rule = (lambda request: request.request_id == matches) if isinstance(matches, str) else matches
-        self._faults.append(_Fault(rule, error, times))
+        # A raised instance collects tracebacks.
+        errors = (copy.copy(error) for _ in (itertools.count() if times is None else range(times)))
+        self._faults.append((rule, errors))
 
     def go_down(self) -> None:
         """From now on, and for what is in flight: `EngineUnavailableError`; `health` says False."""
         self._down = True
-        for flight in self._flights.values():
-            flight.ended.set()
+        self._end_calls()
 
     def come_back(self) -> None:
         """Ends `go_down`."""
@@ -136,7 +134,7 @@ class ScriptedEngine:
     @property
     def in_flight(self) -> int:
         """Requests being answered now."""
-        return len(self._flights)
+        return len(self._calls)
 
     async def start(self) -> None:
         self.started = True
@@ -151,26 +149,25 @@ class ScriptedEngine:
     ) -> Completion:
         self._check_up()
         check_request(prompt_ids, sampling, self.capabilities, images=images)
-        if request_id in self._flights:
+        if request_id in self._calls:
             raise EngineError(f"request {request_id!r} is already in flight")
         request = ScriptedRequest(request_id, list(prompt_ids), sampling, tuple(images or ()))
-        flight = _Flight(request)
-        self._flights[request_id] = flight
-        self.peak_in_flight = max(self.peak_in_flight, len(self._flights))
+        call = self._calls[request_id] = _Call()
+        self.peak_in_flight = max(self.peak_in_flight, len(self._calls))
         if self._record:
             self.requests.append(request)
         try:
-            completion = await self._answer(flight)
+            completion = await self._answer(request, call)
         finally:
-            del self._flights[request_id]
+            del self._calls[request_id]
         if self._record:
             self.completions.append((request_id, completion))
         return completion
 
     async def abort(self, request_id: str) -> None:
-        if flight := self._flights.get(request_id):
-            flight.aborted = True
-            flight.ended.set()
+        if call := self._calls.get(request_id):
+            call.aborted = True
+            call.ended.set()
 
     async def update_weights(self, source: str, version: int) -> None:
         """Stamps tokens with `version`; there are no weights to load."""
@@ -183,47 +180,42 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         self.started = False
-        for flight in self._flights.values():
-            flight.ended.set()
+        self._end_calls()
+
+    def _end_calls(self) -> None:
+        for call in self._calls.values():
+            call.ended.set()
 
     def _check_up(self) -> None:
         if not self.started or self._down:
             raise EngineUnavailableError("the scripted engine is down" if self._down else "not started")
 
-    async def _answer(self, flight: _Flight) -> Completion:
-        request = flight.request
+    async def _answer(self, request: ScriptedRequest, call: _Call) -> Completion:
         latency = self._latency(request) if callable(self._latency) else self._latency
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        if latency > 0:
-            try:
+        began = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            if latency > 0:
                 async with asyncio.timeout(latency):
-                    await flight.ended.wait()
-            except TimeoutError:
-                pass
-        else:
-            await asyncio.sleep(0)  # an engine always lets others run
+                    await call.ended.wait()
+            else:
+                await asyncio.sleep(0)  # an engine always lets others run
         self._check_up()
-        self._raise_fault(request)
-        completion = await self._complete(request)
-        if flight.aborted:
-            share = min(1.0, (loop.time() - began) / latency) if latency > 0 else 1.0
-            return _cut(completion, int(share * len(completion.token_ids)))
-        return completion
-
-    def _raise_fault(self, request: ScriptedRequest) -> None:
-        for fault in self._faults:
-            if fault.times != 0 and fault.matches(request):
-                if fault.times is not None:
-                    fault.times -= 1
-                raise copy.copy(fault.error)  # a raised instance collects tracebacks
-
-    async def _complete(self, request: ScriptedRequest) -> Completion:
+        for matches, errors in self._faults:
+            if matches(request) and (error := next(errors, None)) is not None:
+                raise error
         if self._rule is not None:
-            return await ask_rule(self._rule, request, self._book, version=self.policy_version)
-        length = min(self._response_tokens, request.sampling.max_tokens)
-        ids, _ = self._book.answer(request.prompt_ids, request.sampling.seed, length)
-        return _completion(ids, request, self._book, self.policy_version)
+            completion = await ask_rule(self._rule, request, self._book, version=self.policy_version)
+        else:
+            length = min(self._response_tokens, request.sampling.max_tokens)
+            ids, _ = self._book.answer(request.prompt_ids, request.sampling.seed, length)
+            completion = _completion(ids, request, self._book, self.policy_version)
+        if not call.aborted:
+            return completion
+        share = min(1.0, (time.monotonic() - began) / latency) if latency > 0 else 1.0
+        length = int(share * len(completion.token_ids))
+        logprobs = None if completion.logprobs is None else completion.logprobs[:length]
+        ids = completion.token_ids[:length]
+        return replace(completion, token_ids=ids, logprobs=logprobs, finish_reason="abort")
 
 
 async def ask_rule(
@@ -241,14 +233,11 @@ async def ask_rule(
     answer = await answer if inspect.isawaitable(answer) else answer
     if isinstance(answer, Completion):
         return replace(answer)
-    return _completion(_until_stop(answer, request.sampling), request, book, version)
-
-
-def _until_stop(ids: list[int], sampling: SamplingParams) -> list[int]:
-    """An answer up to the first stop id, which belongs to it, and `max_tokens` at most."""
-    ids = ids[: sampling.max_tokens]
-    stops = set(sampling.stop_token_ids)
-    return next((ids[: at + 1] for at, token_id in enumerate(ids) if token_id in stops), ids)
+    sampling = request.sampling
+    ids = answer[: sampling.max_tokens]
+    # A stop id ends the answer, and belongs to it.
+    end = next((at for at, token in enumerate(ids, 1) if token in sampling.stop_token_ids), len(ids))
+    return _completion(ids[:end], request, book, version)
 
 
 def _completion(ids: list[int], request: ScriptedRequest, book: AnswerBook, version: int) -> Completion:
@@ -259,15 +248,4 @@ def _completion(ids: list[int], request: ScriptedRequest, book: AnswerBook, vers
         logprobs=logprobs,
         finish_reason="length" if len(ids) == sampling.max_tokens else "stop",
         policy_versions=[(0, version)],
-    )
-
-
-def _cut(completion: Completion, length: int) -> Completion:
-    """The first `length` tokens, as an abort leaves them."""
-    logprobs = completion.logprobs
-    return replace(
-        completion,
-        token_ids=completion.token_ids[:length],
-        logprobs=None if logprobs is None else logprobs[:length],
-        finish_reason="abort",
     )

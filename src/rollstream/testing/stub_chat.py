@@ -5,14 +5,14 @@ import itertools
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
 from aiohttp import web
 
-from rollstream.testing.http_stub import HttpStub
+from rollstream.testing.http_stub import HttpStub, error_response, json_response
 from rollstream.trajectory import Message
 
 ChatRule = Callable[[dict[str, Any]], str | Message]
@@ -31,8 +31,8 @@ class ChatFault:
     | `status` | an HTTP `status` with `headers` and an error of `code` |
     | `cut` | the connection is closed after half of the answer |
     | `truncate` | the stream ends after half of the answer, without a finish reason |
-    | `half_event` | the stream ends in the middle of an event |
-    | `garbage` | an event that is no JSON |
+    | `half_event` | after half of the answer, the stream ends in the middle of an event |
+    | `garbage` | after half of the answer, an event that is no JSON |
     | `error_event` | after half of the answer, an event with an error of `code` |
     | `no_choices` | the stream has chunks without choices, and its end |
     | `finish` | the whole answer, with `code` as its finish reason |
@@ -70,9 +70,15 @@ class ChatStub(HttpStub):
         model: the only one that is served.
         api_key: what clients have to show; None asks for none.
         lists_models: whether there is `/v1/models`.
-        limit: `(requests, seconds)`: more in any such time are a 429.
-        retry_after: whether such a 429 says when to come back.
+        limit: `(requests, seconds)`: more in any such time are a 429 that says when to come back.
         pause: seconds between two pieces of an answer.
+
+    Attributes:
+        faults: of the next requests, one each; a request without one goes well.
+        requests: bodies of all requests, in order; those that were refused included.
+        answered: streams that came to their end.
+        refused: requests beyond `limit`.
+        closed_by_client: answers whose reader went away.
     """
 
     handler_cancellation = True
@@ -85,7 +91,6 @@ class ChatStub(HttpStub):
         api_key: str | None = None,
         lists_models: bool = True,
         limit: tuple[int, float] | None = None,
-        retry_after: bool = True,
         pause: float = 0.0,
     ) -> None:
         self.rule = rule
@@ -93,94 +98,66 @@ class ChatStub(HttpStub):
         self.api_key = api_key
         self.lists_models = lists_models
         self.limit = limit
-        self.retry_after = retry_after
         self.pause = pause
         self.faults: deque[ChatFault | None] = deque()
-        """Faults of the next requests, one each; a request without one goes well."""
         self.requests: list[dict[str, Any]] = []
-        """Bodies of all requests, in order; those that were refused included."""
-        self.arrivals: list[float] = []
-        """When they came, by `time.monotonic`."""
-        self.answered = 0
-        self.refused = 0
-        """For the rate limit."""
-        self.closed_by_client = 0
-        """Answers whose reader went away."""
+        self.answered = self.refused = self.closed_by_client = 0
         self._admitted: deque[float] = deque()
         self._ids = itertools.count(1)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        if self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}":
-            given = request.headers.get("Authorization", "none").removeprefix("Bearer ")
-            return _error(401, f"Incorrect API key provided: {given}", "invalid_api_key")
+        shown = request.headers.get("Authorization", "none").removeprefix("Bearer ")
+        if self.api_key not in (None, shown):
+            return error_response(401, f"Incorrect API key provided: {shown}", "invalid_api_key")
         if request.path == "/v1/models" and self.lists_models:
-            return _json({"object": "list", "data": [{"id": self.model, "object": "model"}]})
+            return json_response({"object": "list", "data": [{"id": self.model, "object": "model"}]})
         if request.path != "/v1/chat/completions":
-            return _error(404, f"no route {request.path}", "not_found")
-        self.arrivals.append(time.monotonic())
-        try:
-            body = orjson.loads(await request.read())
-            self.requests.append(body)
-        except orjson.JSONDecodeError as error:
-            return _error(400, f"malformed request: {error}", "bad_request")
+            return error_response(404, f"no route {request.path}", "not_found")
+        body = orjson.loads(await request.read())
+        self.requests.append(body)
         if body.get("model") != self.model:
-            return _error(404, f"The model `{body.get('model')}` does not exist", "model_not_found")
-        if refusal := self._refusal():
+            return error_response(404, f"The model `{body.get('model')}` does not exist", "model_not_found")
+        if (wait := self._wait_for_room()) > 0:
             self.refused += 1
-            return refusal
-        return await self._answer(request, body, self.faults.popleft() if self.faults else None)
-
-    def _refusal(self) -> web.Response | None:
-        """A 429, if there were too many requests of late."""
-        if self.limit is None:
-            return None
-        most, seconds = self.limit
-        now = time.monotonic()
-        while self._admitted and self._admitted[0] + seconds <= now:
-            self._admitted.popleft()
-        if len(self._admitted) < most:
-            self._admitted.append(now)
-            return None
-        wait = self._admitted[0] + seconds - now
-        headers = {"Retry-After": f"{wait:.3f}"} if self.retry_after else {}
-        return _error(429, "Rate limit reached", "rate_limit_exceeded", headers)
-
-    async def _answer(
-        self, request: web.BaseRequest, body: dict[str, Any], fault: ChatFault | None
-    ) -> web.StreamResponse:
-        kind = None if fault is None else fault.kind
-        if fault is not None and kind == "status":
-            return _error(fault.status, fault.message, fault.code, fault.headers)
-        if kind == "drop" and request.transport is not None:
+            headers = {"Retry-After": f"{wait:.3f}"}
+            return error_response(429, "Rate limit reached", "rate_limit_exceeded", headers)
+        fault = self.faults.popleft() if self.faults else None
+        if fault is not None and fault.kind == "status":
+            return error_response(fault.status, fault.message, fault.code, fault.headers)
+        if fault is not None and fault.kind == "drop" and request.transport is not None:
             request.transport.abort()
-        said = self.rule(body)
-        message: Message = {"role": "assistant", "content": said} if isinstance(said, str) else said
+        answer = self.rule(body)
+        message: Message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
         finish = "tool_calls" if message.get("tool_calls") else "stop"
-        if fault is not None and kind == "finish":
+        if fault is not None and fault.kind == "finish":
             finish = fault.code
-        name = f"chatcmpl-{next(self._ids)}"
+        head = {"id": f"chatcmpl-{next(self._ids)}", "model": self.model}
         usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
         if not body.get("stream"):
             self.answered += 1
             whole = {**message, "tool_calls": _calls(message)} if message.get("tool_calls") else message
             choice = {"index": 0, "message": whole, "finish_reason": finish}
-            return _json({"id": name, "model": self.model, "choices": [choice], "usage": usage})
-        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}, *_deltas(message)]
+            return json_response({**head, "choices": [choice], "usage": usage})
+        ends: list[dict[str, Any]] = [{"delta": {}, "finish_reason": finish}]
+        deltas = [{"delta": delta, "finish_reason": None} for delta in _deltas(message)]
         events: list[dict[str, Any]] = [
-            {"id": name, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
+            {**head, "choices": [{"index": 0, **piece}]} for piece in [*deltas, *ends]
         ]
-        if kind == "no_choices":
-            events = [{"id": name, "choices": []}]
-        elif kind in ("cut", "truncate", "half_event", "error_event", "hang"):
-            events = events[: max(1, (len(events) + 1) // 2)]
-        else:
-            events.append({"id": name, "choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
-        if body.get("stream_options", {}).get("include_usage") and kind is None:
-            events.append({"id": name, "choices": [], "usage": usage})
+        if body.get("stream_options", {}).get("include_usage"):
+            events.append({**head, "choices": [], "usage": usage})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         try:
-            await self._write(response, events, fault, request)
+            for part in _spoilt(events, fault):
+                await response.write(b"data: " + part + b"\n\n")
+                await asyncio.sleep(self.pause)
+            if fault is not None and fault.kind == "half_event":
+                await response.write(b'data: {"choices": [{"ind')
+            if fault is not None and fault.kind == "hang":
+                await asyncio.Event().wait()
+            if fault is not None and fault.kind == "cut" and request.transport is not None:
+                await asyncio.sleep(0.01)  # what was written is on its way first
+                request.transport.abort()
             await response.write_eof()
         except (ConnectionError, asyncio.CancelledError):
             self.closed_by_client += 1
@@ -188,51 +165,47 @@ class ChatStub(HttpStub):
         self.answered += 1
         return response
 
-    async def _write(
-        self,
-        response: web.StreamResponse,
-        events: Iterable[dict[str, Any]],
-        fault: ChatFault | None,
-        request: web.BaseRequest,
-    ) -> None:
-        for event in events:
-            await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
-            if self.pause:
-                await asyncio.sleep(self.pause)
-        match None if fault is None else fault.kind:
-            case "cut":
-                await asyncio.sleep(0.01)  # what was written is on its way first
-                if request.transport is not None:
-                    request.transport.abort()
-            case "half_event":
-                await response.write(b'data: {"choices": [{"ind')
-            case "garbage":
-                await response.write(b"data: {what is this\n\n")
-            case "error_event":
-                assert fault is not None
-                error = {"error": {"message": fault.message, "code": fault.code}}
-                await response.write(b"data: " + orjson.dumps(error) + b"\n\n")
-            case "hang":
-                await asyncio.Event().wait()
-            case "truncate":
-                pass
-            case _:
-                await response.write(b"data: [DONE]\n\n")
+    def _wait_for_room(self) -> float:
+        """Seconds until the limit lets another request through; if it does now, this one counts."""
+        if self.limit is None:
+            return 0.0
+        most, seconds = self.limit
+        now = time.monotonic()
+        while self._admitted and self._admitted[0] + seconds <= now:
+            self._admitted.popleft()
+        if len(self._admitted) == most:
+            return self._admitted[0] + seconds - now
+        self._admitted.append(now)
+        return 0.0
+
+
+def _spoilt(events: list[dict[str, Any]], fault: ChatFault | None) -> list[bytes]:
+    """The data of an answer's events, as a fault leaves them."""
+    whole, done = [orjson.dumps(event) for event in events], b"[DONE]"
+    half = whole[: max(1, len(whole) // 2)]
+    match fault:
+        case ChatFault("no_choices"):
+            return [orjson.dumps({**events[0], "choices": []}), done]
+        case ChatFault("garbage"):
+            return [*half, b"{what is this"]
+        case ChatFault("error_event"):
+            return [*half, orjson.dumps({"error": {"message": fault.message, "code": fault.code}})]
+        case ChatFault("cut" | "truncate" | "half_event" | "hang"):
+            return half
+    return [*whole, done]
 
 
 def _deltas(message: Message) -> list[dict[str, Any]]:
     """The message in pieces: a word each, and each call's arguments in two."""
-    deltas: list[dict[str, Any]] = []
-    if reasoning := message.get("reasoning_content"):
-        deltas += [{"reasoning_content": piece} for piece in _PIECES.findall(reasoning)]
-    deltas += [{"content": piece} for piece in _PIECES.findall(message.get("content") or "")]
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    for name in ("reasoning_content", "content"):
+        deltas += [{name: piece} for piece in _PIECES.findall(message.get(name) or "")]
     for index, call in enumerate(_calls(message)):
         text = call["function"]["arguments"]
         half = len(text) // 2
         head = {"name": call["function"]["name"], "arguments": text[:half]}
-        first = {**call, "index": index, "function": head}
         rest = {"index": index, "function": {"arguments": text[half:]}}
-        deltas += [{"tool_calls": [first]}, {"tool_calls": [rest]}]
+        deltas += [{"tool_calls": [{**call, "index": index, "function": head}]}, {"tool_calls": [rest]}]
     return deltas
 
 
@@ -245,13 +218,3 @@ def _calls(message: Message) -> list[dict[str, Any]]:
         function = {"name": name, "arguments": text}
         calls.append({"id": call.get("id") or f"call_{index}", "type": "function", "function": function})
     return calls
-
-
-def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(
-        body=orjson.dumps(value), status=status, content_type="application/json", headers=headers
-    )
-
-
-def _error(status: int, message: str, code: Any, headers: Mapping[str, str] | None = None) -> web.Response:
-    return _json({"error": {"message": message, "type": "stub", "code": code}}, status, headers)

@@ -41,23 +41,22 @@ class Faults:
     die_after: int | None = None
     """The server dies when this many requests have been answered, with all that are in flight."""
     unhealthy: bool = False
-    """`/health` and `/health_generate` answer 503."""
+    """`/health` answers 503."""
     unready: bool = False
     """`/readiness` answers 503, as that of a router without servers; else there is none, as in SGLang."""
     broken_http: bool = False
     """Every route answers with something that is not HTTP."""
     frozen: bool = False
-    """Takes connections and answers nothing but `/stub/faults`, as a process that is stopped."""
+    """Takes connections and answers nothing, as a process that is stopped."""
     no_metrics: bool = False
     """There is no `/metrics`; `/get_load` is always there, as in SGLang."""
 
     def choose(self, draw: float) -> Fault | None:
         """The fault of a request for a uniform draw in [0, 1)."""
-        for name in get_args(Fault):
-            share = getattr(self, name)
-            if draw < share:
-                chosen: Fault = name
-                return chosen
+        names: tuple[Fault, ...] = get_args(Fault)
+        for name in names:
+            if draw < (share := getattr(self, name)):
+                return name
             draw -= share
         return None
 
@@ -80,18 +79,14 @@ class Latency:
     """Seconds for each token of the answer, besides."""
 
     @classmethod
-    def parse(cls, text: str, *, maximum: float = float("inf")) -> "Latency":
+    def parse(cls, text: str) -> "Latency":
         """Reads `kind:scale[,shape]`."""
-        try:
-            kind, _, rest = text.partition(":")
-            numbers = [float(part) for part in rest.split(",")]
-            if kind == "fixed" and len(numbers) == 1:
-                return cls("fixed", numbers[0], maximum=maximum)
-            if kind in ("lognormal", "pareto") and len(numbers) == 2:
-                return cls(kind, numbers[0], numbers[1], maximum)  # type: ignore[arg-type]
-        except ValueError:
-            pass
-        raise ConfigError(f"latency {text!r} is none of fixed:T, lognormal:MEDIAN,SIGMA, pareto:MIN,ALPHA")
+        kind, _, numbers = text.partition(":")
+        if kind not in ("fixed", "lognormal", "pareto"):
+            raise ConfigError(
+                f"latency {text!r} is none of fixed:T, lognormal:MEDIAN,SIGMA, pareto:MIN,ALPHA"
+            )
+        return cls(kind, *map(float, numbers.split(",")))  # type: ignore[arg-type]
 
     def draw(self, key: bytes, tokens: int = 0) -> float:
         """The latency of a request that `key` stands for, with so many tokens: always the same one."""

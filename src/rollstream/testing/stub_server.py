@@ -16,14 +16,13 @@ import random
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, NoReturn
+from dataclasses import asdict, dataclass, field, fields
 
 import orjson
 from aiohttp import web
 
 from rollstream.testing.answers import AnswerBook
-from rollstream.testing.http_stub import HttpStub
+from rollstream.testing.http_stub import HttpStub, error_response, json_response
 from rollstream.testing.scripted import AnswerRule, ScriptedRequest, ask_rule
 from rollstream.testing.stub_answers import (
     book_rule,
@@ -33,11 +32,7 @@ from rollstream.testing.stub_answers import (
     write_scores,
 )
 from rollstream.testing.stub_faults import Fault, Faults, Latency
-from rollstream.testing.stub_work import StubWork
 from rollstream.trajectory import Completion
-
-_IMAGE_DIGESTS = 1024
-"""How many are kept: a test with images has a few, a benchmark with images has no use for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +69,20 @@ class Stats:
     images: int = 0
     """Images that arrived with `/generate` requests."""
     image_digests: list[str] = field(default_factory=list)
-    """SHA-256 of the newest of them, as files, in the order they came."""
+    """SHA-256 of them, as files, in the order they came."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """A request in flight: the rule is at work, it waits for its turn, or it runs."""
+
+    task: "asyncio.Task[None]"
+    completion: Completion = field(default_factory=lambda: Completion([], [], "abort"))
+    """The answer, once the rule has given it."""
+    began: float | None = None
+    """When it began to run, by the loop's clock."""
+    seconds: float = 0.0
+    """That it runs."""
 
 
 class StubServer(HttpStub):
@@ -119,44 +127,36 @@ class StubServer(HttpStub):
         self.weight_version = "default"
         """Reported, also with every answer."""
         self.stats = Stats()
-        self.on_death: Callable[[], None] = self._die_in_process
+        self.on_death: Callable[[], None] = self.kill
         """The effect of `Faults.die_after`: here the sockets close at once, as when a process is killed."""
-        self._work = StubWork(max_running)
-        self._asking: dict[str, asyncio.Future[Completion]] = {}
-        """Rules that are at work, by request."""
+        self._slots = asyncio.Semaphore(sys.maxsize if max_running is None else max_running)
+        self._jobs: dict[str, _Job] = {}
         self._rng = random.Random(0)
         self._routes: dict[str, Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]] = {
             "/generate": self._generate,
             "/abort_request": self._abort,
-            "/health": self._health,
-            "/health_generate": self._health,
-            "/readiness": self._readiness,
-            "/get_model_info": self._model_info,
-            "/get_server_info": self._server_info,
             "/update_weights_from_disk": self._update_weights,
-            "/metrics": self._metrics,
-            "/get_load": self._load,
-            "/stub/stats": self._report_stats,
-            "/stub/faults": self._set_faults,
         }
 
+    def kill(self) -> None:
+        super().kill()
+        self._end_jobs()
+
     async def stop(self) -> None:
-        self._work.end_all()
+        self._end_jobs()
         await super().stop()
 
-    def _die_in_process(self) -> None:
-        self.kill()
-        self._work.end_all()
+    def _end_jobs(self) -> None:
+        for job in self._jobs.values():
+            job.task.cancel()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if self.faults.broken_http and request.transport is not None:
             request.transport.write(b"NOT/HTTP what is this\r\n\r\n")
             request.transport.close()
         route = self._routes.get(request.path)
-        if route is None:
-            return _error(404, f"no route {request.path}")
-        response = await route(request)
-        while self.faults.frozen and request.path != "/stub/faults":  # noqa: ASYNC110 (a field that anyone sets)
+        response = self._report(request.path) if route is None else await route(request)
+        while self.faults.frozen:  # noqa: ASYNC110 (a field that anyone sets)
             await asyncio.sleep(0.01)
         return response
 
@@ -175,18 +175,24 @@ class StubServer(HttpStub):
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             problem = f"malformed request: {error!r}"
         if problem:
-            return _error(400, problem)
-        self._note_images(asked)
+            return error_response(400, problem)
+        digests = [hashlib.sha256(file).hexdigest() for file in asked.images if isinstance(file, bytes)]
+        stats.images += len(digests)
+        stats.image_digests += digests
         fault = self.faults.choose(self._rng.random())
         stats.in_flight += 1
         try:
             completion, share = await self._answer(asked, fault)
         except Exception as error:
-            return _error(500, f"the rule raised {type(error).__name__}: {error}")
+            return error_response(500, f"the rule raised {type(error).__name__}: {error}")
         finally:
             stats.in_flight -= 1
-        if completion is None:
-            return self._fail(fault, request)
+        if fault == "bad_request":
+            return error_response(400, "stub says this request is bad")
+        if fault == "drop" and request.transport is not None:
+            request.transport.abort()
+        if fault in ("drop", "error"):
+            return error_response(self.faults.error_status, "stub error")
         if fault == "abort" and share is None:
             share = 0.5
         tokens = len(completion.token_ids)
@@ -205,25 +211,32 @@ class StubServer(HttpStub):
             self.on_death()
         return web.Response(body=body, content_type="application/json")
 
-    async def _answer(
-        self, asked: ScriptedRequest, fault: Fault | None
-    ) -> tuple[Completion | None, float | None]:
-        """The answer, None for an error, and the share of it that was done when the request was aborted; None: all."""
-        completion, tokens = None, 0
-        if fault not in ("error", "bad_request", "drop"):
-            asking = asyncio.ensure_future(ask_rule(self.rule, asked, self.book))
-            self._asking[asked.request_id] = asking
-            try:
-                await asyncio.wait({asking})
-            finally:
-                asking.cancel()
-                del self._asking[asked.request_id]
-            if asking.cancelled():
-                return Completion([], [], "abort"), 0.0
-            completion = asking.result()
-            tokens = len(completion.token_ids)
-        seconds = self.latency.draw(self.book.digest(asked.prompt_ids, asked.sampling.seed), tokens)
-        return completion, await self._work.do(asked.request_id, float("inf") if fault == "hang" else seconds)
+    async def _answer(self, asked: ScriptedRequest, fault: Fault | None) -> tuple[Completion, float | None]:
+        """The answer, and the share of it that was done when the request was aborted; None: all."""
+
+        async def work() -> None:
+            job.completion = await ask_rule(self.rule, asked, self.book)
+            async with self._slots:
+                digest = self.book.digest(asked.prompt_ids, asked.sampling.seed)
+                job.seconds = self.latency.draw(digest, len(job.completion.token_ids))
+                job.began = asyncio.get_running_loop().time()
+                if fault == "hang":
+                    await asyncio.Event().wait()
+                elif job.seconds:
+                    await asyncio.sleep(job.seconds)
+
+        job = _Job(asyncio.create_task(work()))
+        self._jobs[asked.request_id] = job
+        try:
+            await asyncio.wait((job.task,))
+        finally:
+            job.task.cancel()
+            del self._jobs[asked.request_id]
+        if not job.task.cancelled():
+            job.task.result()
+            return job.completion, None
+        done = 0.0 if job.began is None else asyncio.get_running_loop().time() - job.began
+        return job.completion, min(1.0, done / job.seconds) if job.seconds else 0.0
 
     def _find_problem(self, asked: ScriptedRequest) -> str | None:
         ids, model = asked.prompt_ids, self.model
@@ -236,143 +249,96 @@ class StubServer(HttpStub):
             return f"Requested token count exceeds the model's maximum context length of {limit} tokens"
         if asked.images and not model.images:
             return "image_data given to a model that understands no images"
-        if asked.request_id in self._work or asked.request_id in self._asking:
+        if asked.request_id in self._jobs:
             return f"Duplicate request ID detected: {asked.request_id}"
         return None
 
-    def _note_images(self, asked: ScriptedRequest) -> None:
-        digests = [hashlib.sha256(file).hexdigest() for file in asked.images if isinstance(file, bytes)]
-        self.stats.images += len(digests)
-        self.stats.image_digests = [*self.stats.image_digests, *digests][-_IMAGE_DIGESTS:]
-
-    def _fail(self, fault: Fault | None, request: web.BaseRequest) -> web.Response:
-        if fault == "bad_request":
-            return _error(400, "stub says this request is bad")
-        if fault == "drop" and request.transport is not None:
-            request.transport.abort()
-        return _error(self.faults.error_status, "stub error")
-
     async def _abort(self, request: web.BaseRequest) -> web.StreamResponse:
         query = orjson.loads(await request.read())
-        in_flight = [*self._asking, *self._work.names()]
-        names = in_flight if query.get("abort_all") else [str(query.get("rid"))]
-        for name in names:
-            asking = self._asking.get(name)
-            self.stats.aborts += self._work.abort(name) if asking is None else asking.cancel()
+        for name in [*self._jobs] if query.get("abort_all") else [str(query.get("rid"))]:
+            if (job := self._jobs.get(name)) is not None:
+                self.stats.aborts += job.task.cancel()
         return web.Response()
-
-    async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
-        self.stats.health_checks += 1
-        return web.Response(status=503 if self.faults.unhealthy else 200)
-
-    async def _readiness(self, request: web.BaseRequest) -> web.StreamResponse:
-        return web.Response(status=503 if self.faults.unready else 404)
-
-    async def _model_info(self, request: web.BaseRequest) -> web.StreamResponse:
-        return self._describe(
-            {
-                "model_path": self.model.path,
-                "tokenizer_path": self.model.path,
-                "is_generation": True,
-                "weight_version": self.weight_version,
-                "has_image_understanding": self.model.images,
-            }
-        )
-
-    async def _server_info(self, request: web.BaseRequest) -> web.StreamResponse:
-        return self._describe(
-            {
-                "model_path": self.model.path,
-                "context_length": self.model.context_length,
-                "vocab_size": self.model.vocab_size,
-                "enable_deterministic_inference": self.model.seeds,
-                "skip_tokenizer_init": False,
-                "version": "stub",
-            }
-        )
-
-    def _describe(self, info: dict[str, Any]) -> web.Response:
-        status = self.faults.info_status
-        return _json(info) if status == 200 else _error(status, "stub says nothing")
 
     async def _update_weights(self, request: web.BaseRequest) -> web.StreamResponse:
         query = orjson.loads(await request.read())
         self.weight_version = str(query.get("weight_version") or self.weight_version)
-        return _json({"success": True, "message": "Succeeded to update model weights."})
+        return json_response({"success": True, "message": "Succeeded to update model weights."})
 
-    async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        if self.faults.no_metrics:
-            return _error(404, "no metrics")
-        lines = [f'sglang:num_running_reqs{{model_name="stub"}} {float(self._work.running)}']
-        lines.append(f'sglang:num_queue_reqs{{model_name="stub"}} {float(self._work.waiting)}')
-        return web.Response(text="\n".join(lines) + "\n")
+    def _report(self, path: str) -> web.Response:
+        """The answer of a route that reports."""
+        faults, model = self.faults, self.model
+        running = sum(job.began is not None for job in self._jobs.values())
+        waiting = len(self._jobs) - running
+        match path:
+            case "/health":
+                self.stats.health_checks += 1
+                return web.Response(status=503 if faults.unhealthy else 200)
+            case "/readiness" if faults.unready:
+                return web.Response(status=503)
+            case "/get_model_info" | "/get_server_info" if faults.info_status != 200:
+                return error_response(faults.info_status, "stub says nothing")
+            case "/get_model_info":
+                return json_response(
+                    {
+                        "model_path": model.path,
+                        "tokenizer_path": model.path,
+                        "is_generation": True,
+                        "weight_version": self.weight_version,
+                        "has_image_understanding": model.images,
+                    }
+                )
+            case "/get_server_info":
+                return json_response(
+                    {
+                        "model_path": model.path,
+                        "context_length": model.context_length,
+                        "vocab_size": model.vocab_size,
+                        "enable_deterministic_inference": model.seeds,
+                        "skip_tokenizer_init": False,
+                        "version": "stub",
+                    }
+                )
+            case "/metrics" if not faults.no_metrics:
+                label = '{model_name="stub"}'
+                counts = f"sglang:num_running_reqs{label} {running}\nsglang:num_queue_reqs{label} {waiting}\n"
+                return web.Response(text=counts)
+            case "/get_load":
+                return json_response(
+                    [{"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting}]
+                )
+            case "/stub/stats":
+                return json_response(asdict(self.stats))
+        return error_response(404, f"no route {path}")
 
-    async def _load(self, request: web.BaseRequest) -> web.StreamResponse:
-        running, waiting = self._work.running, self._work.waiting
-        return _json([{"dp_rank": 0, "num_reqs": running + waiting, "num_waiting_reqs": waiting}])
 
-    async def _report_stats(self, request: web.BaseRequest) -> web.StreamResponse:
-        return _json(asdict(self.stats))
-
-    async def _set_faults(self, request: web.BaseRequest) -> web.StreamResponse:
-        self.faults = replace(self.faults, **orjson.loads(await request.read()))
-        return _json(asdict(self.faults))
-
-
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
-
-
-def _error(status: int, message: str) -> web.Response:
-    return _json({"error": {"message": message}}, status)
-
-
-def _parse_server(argv: list[str] | None = None) -> StubServer:
+def _parse_server() -> StubServer:
     parser = argparse.ArgumentParser(
         prog="python -m rollstream.testing.stub_server",
         description=__doc__,
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--host", default="127.0.0.1")
-    for name in ("port", "response_tokens", "max_running"):
-        parser.add_argument("--" + name.replace("_", "-"), type=int)
-    parser.add_argument("--model-path", dest="path")
-    for name in ("vocab_size", "context_length", "image_token_id"):
-        parser.add_argument("--" + name.replace("_", "-"), type=int)
-    parser.add_argument("--images", action="store_true")
+    for name in ("port", "response-tokens", "max-running"):
+        parser.add_argument(f"--{name}", type=int)
     parser.add_argument(
-        "--latency", default="fixed:0", help="fixed:T, lognormal:MEDIAN,SIGMA, pareto:MIN,ALPHA"
+        "--latency", type=Latency.parse, help="fixed:T, lognormal:MEDIAN,SIGMA, pareto:MIN,ALPHA"
     )
-    parser.add_argument("--latency-max", type=float, default=float("inf"))
-    for one in fields(Faults):
-        option = "--" + one.name.replace("_", "-")
-        if one.type is bool:
-            parser.add_argument(option, action="store_true")
-        else:
-            parser.add_argument(option, type=float if one.type is float else int)
-    given = vars(parser.parse_args(argv))
+    parser.add_argument("--die-after", type=int, help="dies when so many requests have been answered")
+    parser.add_argument("--unhealthy", action="store_true", help="/health answers 503")
+    given = vars(parser.parse_args())
     host = given.pop("host")
-    latency = Latency.parse(given.pop("latency"), maximum=given.pop("latency_max"))
-    faults, model = (
-        {one.name: given.pop(one.name) for one in fields(kind) if one.name in given}
-        for kind in (Faults, StubModel)
-    )
-    server = StubServer(latency=latency, faults=Faults(**faults), model=StubModel(**model), **given)
+    faults = {one.name: given.pop(one.name) for one in fields(Faults) if one.name in given}
+    server = StubServer(faults=Faults(**faults), **given)
     server.host = host
     return server
 
 
-def _die() -> NoReturn:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError("unreachable")
-
-
 async def _serve(server: StubServer) -> None:
-    server.on_death = _die
+    server.on_death = lambda: os.kill(os.getpid(), signal.SIGKILL)
     stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     async with server:
         sys.stdout.write(json.dumps({"url": server.url, "pid": os.getpid()}) + "\n")
         sys.stdout.flush()

@@ -205,7 +205,7 @@ async def test_retry_after_holds_all_and_costs_nothing(
 
 
 async def test_a_storm_of_429_is_lived_through(make: Make) -> None:
-    async with ChatStub(lambda body: ANSWER, limit=(20, 0.5), retry_after=True) as stub:
+    async with ChatStub(lambda body: ANSWER, limit=(20, 0.5)) as stub:
         engine = await make(stub)
         answers = await asyncio.gather(*(engine.chat(ask(), HOW, request_id=str(one)) for one in range(80)))
     assert {content(one) for one in answers} == {ANSWER}
@@ -216,34 +216,34 @@ async def test_a_storm_of_429_is_lived_through(make: Make) -> None:
 async def test_a_long_hold_is_an_endpoint_that_is_away(stub: ChatStub, make: Make) -> None:
     engine = await make(stub)
     stub.faults.append(ChatFault("status", 429, "x", headers={"Retry-After": "1800"}))
-    with pytest.raises(EngineUnavailableError, match="takes nothing for 1800 s"):
+    with pytest.raises(EngineUnavailableError, match="not asked for 1800 s"):
         await engine.chat(ask(), HOW, request_id="a")
     assert not await engine.health()
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    "fault",
     [
-        (ChatFault("status", 429, "insufficient_quota", "You exceeded your quota"), "no quota is left"),
-        (ChatFault("status", 402, "x", "Insufficient Balance"), "no quota is left"),
-        (ChatFault("status", 401, "invalid_api_key", "revoked"), "the API key is refused"),
+        ChatFault("status", 429, "insufficient_quota", "You exceeded your quota"),
+        ChatFault("status", 402, "x", "Insufficient Balance"),
+        ChatFault("status", 401, "invalid_api_key", "revoked"),
     ],
 )
 async def test_no_quota_and_a_refused_key_stop_the_run_and_no_rollout(
-    stub: ChatStub, make: Make, monkeypatch: pytest.MonkeyPatch, fault: ChatFault, said: str
+    stub: ChatStub, make: Make, monkeypatch: pytest.MonkeyPatch, fault: ChatFault
 ) -> None:
+    monkeypatch.setattr(openai_module, "_AWAY_HOLD_S", 0.0)
+    monkeypatch.setattr(openai_module, "_REFUSED_HOLD_S", 30.0)
     engine = await make(stub)
-    stub.faults += [fault, fault]
+    stub.faults.append(fault)
     for _ in range(2):
-        with pytest.raises(EngineUnavailableError, match=said):
+        with pytest.raises(EngineUnavailableError, match=fault.message):
             await engine.chat(ask(), HOW, request_id="a")
     assert len(stub.requests) == 1  # the next ones fared no better, unasked
     assert not await engine.health()
-    assert len(stub.requests) == 1  # nor is it tried out at once
-    monkeypatch.setattr(openai_module, "_TRIAL_PAUSE_S", 0.0)
-    assert not await engine.health()  # still refused
-    assert await engine.health()  # somebody has paid
-    assert content(await engine.chat(ask(), HOW, request_id="a")) == ANSWER
+    monkeypatch.setattr(openai_module.time, "monotonic", lambda now=openai_module.time.monotonic: now() + 60)
+    assert await engine.health()
+    assert content(await engine.chat(ask(), HOW, request_id="a")) == ANSWER  # somebody has paid
 
 
 async def test_the_key_is_shown_and_never_told(
@@ -288,13 +288,6 @@ async def test_the_model_is_one_that_is_served(stub: ChatStub, make: Make, tmp_p
         engine = await make(stub, model=model)
         assert content(await engine.chat(ask(), HOW, request_id="a")) == ANSWER
         assert await engine.health()
-    # Without a list, one question at the start shows it, before a rollout is charged for it.
-    with pytest.raises(
-        EngineError, match=r"`gpt-9` does not exist.*is it a chat endpoint that serves 'gpt-9'"
-    ):
-        await make(stub, model="gpt-9")
-    with pytest.raises(EngineError, match=r"answers 404.*is it a chat endpoint"):
-        await OpenAIEngine([f"{stub.url}/other/v1"], model_path="stub").start()
 
 
 @pytest.mark.parametrize(
