@@ -4,7 +4,7 @@ A request waits for the user's own limits (aiolimiter) and for the end of a hold
 stream, so that what has arrived survives an abort:
 
     429, 529, or 503 with Retry-After          -> the endpoint is held; the request is sent again, nothing is charged
-    401, 402, no quota left                    -> the endpoint serves nobody until a trial goes well
+    401, 402, no quota left                    -> the endpoint is held for minutes, and counts as away
     connection lost, stream without an end     -> sent again, up to `_CUTS` times, while the endpoint is healthy
     another status                             -> as `http_server.status_error` has it
 
@@ -13,6 +13,7 @@ and older vLLM's name for thinking, `reasoning` newer vLLM's and OpenRouter's.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -116,8 +117,9 @@ _AWAY_HOLD_S = 120.0
 """An endpoint that is held for longer counts as away: another one may take the request, and while it waits for
 the engine no attempt runs out of time."""
 
-_TRIAL_PAUSE_S = 15.0
-"""Between two trials of an endpoint that refused the key or had no quota left."""
+_REFUSED_HOLD_S = 150.0
+"""After a key that was refused, or without quota. That is no request's fault, and the next one would fare no better:
+work waits, and the run stops when nobody has mended it within generation.engine_timeout."""
 
 
 class OpenAIEngine(PoolEngine):
@@ -199,10 +201,8 @@ class OpenAIReplica:
         self._tokens = AsyncLimiter(self._tokens_per_minute, 60) if self._tokens_per_minute else None
         self._backoff = Backoff(_HOLD_S, 60.0)
         self._held_until = self._refused_at = -math.inf
+        self._held_because = ""
         self._in_flight: dict[str, asyncio.Task[Completion]] = {}
-        self._stopped = ""
-        """Why it serves nobody until somebody acts: no quota, a key that was refused."""
-        self._tried_at = 0.0
         self._closed = False
 
     async def describe(self) -> Capabilities:
@@ -242,8 +242,6 @@ class OpenAIReplica:
         return True
 
     async def health(self) -> bool:
-        if self._stopped:
-            return await self._serves_again()
         if self._held_until - time.monotonic() > _AWAY_HOLD_S:
             return False
         try:
@@ -266,68 +264,40 @@ class OpenAIReplica:
 
     async def _find_model(self) -> int | None:
         """Learns how the endpoint calls the model, and the longest sequence if it says so."""
-        cards: list[dict[str, Any]] = []
+        is_folder = Path(self._model).is_dir()
+        name = Path(self._model).name if is_folder else self._model
+        cards = await self._list_models()
+        chosen = next((card for card in cards if card["id"] == self._model), None)
+        if chosen is None and is_folder:
+            chosen = next((card for card in cards if name in card_names(card)), None)
+        if chosen is None and cards and self._kwargs["check_model"]:
+            served = ", ".join(str(card["id"]) for card in cards[:10])
+            raise EngineError(
+                f"{self.name} does not list the model {self._model!r} of actor_rollout_ref.model.path, but "
+                f"{served} ({len(cards)} models); engine_kwargs.check_model=false takes it nevertheless"
+            )
+        self._model = name if chosen is None else str(chosen["id"])
+        length = None if chosen is None else chosen.get("max_model_len")
+        return length if isinstance(length, int) else None
+
+    async def _list_models(self) -> list[dict[str, Any]]:
+        """The models that the endpoint lists; none where it has no such route, or a list of another form."""
         try:
             raw = await self._client.models.with_raw_response.list(timeout=self._kwargs["info_timeout"])
             value = orjson.loads(raw.content)
-            data = value.get("data") if isinstance(value, dict) else None
-            if isinstance(data, list):
-                cards = [card for card in data if isinstance(card, dict) and card.get("id")]
         except openai.APIConnectionError as error:
             raise self._away(error) from error
         except openai.APIStatusError as error:
             if error.status_code in AWAY_STATUSES:
-                raise ReplicaUnavailableError(str(self._refusal(error))) from None
+                raise ReplicaUnavailableError(str(self._refusal(error, error.status_code))) from None
             if error.status_code == 401:
-                raise self._refusal(error) from None
+                raise self._refusal(error, 401) from None
+            return []
         except orjson.JSONDecodeError:
-            pass
-        is_folder = Path(self._model).is_dir()
-        name = Path(self._model).name if is_folder else self._model
-        if not cards:  # no such route, no leave to read it, or a list of another form
-            self._model = name
-            await self._try_out()
-            return None
-        chosen = next((card for card in cards if card["id"] == self._model), None)
-        if chosen is None and is_folder:
-            chosen = next((card for card in cards if name in card_names(card)), None)
-        if chosen is None:
-            if self._kwargs["check_model"]:
-                served = ", ".join(str(card["id"]) for card in cards[:10])
-                raise EngineError(
-                    f"{self.name} does not list the model {self._model!r} of actor_rollout_ref.model.path, but "
-                    f"{served} ({len(cards)} models); a model that is served without being listed: "
-                    "engine_kwargs.check_model=false"
-                )
-            return None
-        self._model = str(chosen["id"])
-        length = chosen.get("max_model_len")
-        return length if isinstance(length, int) else None
-
-    async def _try_out(self) -> bool:
-        """Asks for one token: where no list says so, whether this is a chat endpoint shows in no other way.
-
-        Returns:
-            whether it was answered; if not, that may pass.
-
-        Raises:
-            EngineError: it is none, or it refuses this model.
-        """
-        prompt = ChatPrompt([{"role": "user", "content": "1"}], [])
-        try:
-            async with asyncio.timeout(self._kwargs["info_timeout"]):
-                await self._send(prompt, SamplingParams(1, logprobs=False), Answer())
-            return True
-        except (TimeoutError, openai.RateLimitError) as error:
-            _LOG.info("%s did not answer a first question: %s", self.name, type(error).__name__)
-            return False
-        except openai.APIStatusError as error:
-            refusal = self._refusal(error)
-            raise EngineError(f"{refusal}: is it a chat endpoint that serves {self._model!r}?") from None
-        except openai.APIConnectionError as error:
-            raise self._away(error) from error
-        except (openai.APIError, ValueError):
-            return False
+            return []
+        data = value.get("data") if isinstance(value, dict) else None
+        cards = data if isinstance(data, list) else []
+        return [card for card in cards if isinstance(card, dict) and card.get("id")]
 
     async def _ask(self, prompt: ChatPrompt, sampling: SamplingParams, answer: "Answer") -> Completion:
         """Asks until there is an answer with an end; `answer` has what there is of it."""
@@ -337,19 +307,21 @@ class OpenAIReplica:
             answer.clear()  # forgets a try that was cut off
             cause: Exception | None = None
             try:
-                await self._send(prompt, sampling, answer)
-                if answer.finish_reason not in (None, "abort"):
-                    reason = answer.end(self.name)
+                fields = request_fields(self._model, prompt, sampling, self._kwargs)
+                stream = await self._client.chat.completions.create(
+                    model=self._model, messages=fields.pop("messages"), stream=True, extra_body=fields
+                )
+                async with stream:
+                    async for chunk in stream:
+                        answer.add(chunk)
+                if answer.finish_reason is not None:
                     self._backoff.reset()
-                    return answer.completion(reason)
+                    return answer.completion(answer.end(self.name))
                 problem = f"{self.name}: the answer has no end"
-            except openai.APIStatusError as error:
-                await self._refused(error, sent_at)
-                continue
             except openai.APIConnectionError as error:
                 cause, problem = error, str(self._away(error))
-            except openai.APIError as error:  # an event of the stream
-                self._event_error(error, sent_at)
+            except openai.APIError as error:
+                await self._refused(error, sent_at)
                 continue
             except ValueError as error:
                 cause, problem = error, f"{self.name}: an event of the stream is no JSON object"
@@ -360,52 +332,28 @@ class OpenAIReplica:
                 raise TransientEngineError(f"{problem} ({cuts} times in a row)") from cause
             await asyncio.sleep(_CUT_PAUSE_S * cuts)
 
-    async def _send(self, prompt: ChatPrompt, sampling: SamplingParams, answer: "Answer") -> None:
-        """One request, and its answer as far as it comes."""
-        fields = request_fields(self._model, prompt, sampling, self._kwargs)
-        stream = await self._client.chat.completions.create(
-            model=self._model, messages=fields.pop("messages"), stream=True, extra_body=fields
-        )
-        async with stream:
-            async for chunk in stream:
-                try:
-                    answer.add(chunk)
-                except (AttributeError, TypeError) as error:
-                    raise TransientEngineError(
-                        f"{self.name}: a chunk of an unknown form ({error})"
-                    ) from error
+    async def _refused(self, error: openai.APIError, sent_at: float) -> None:
+        """Holds the endpoint, or raises what an error means for its request.
 
-    async def _refused(self, error: openai.APIStatusError, sent_at: float) -> None:
-        """Holds or stops the endpoint, or raises what a status means for its request.
-
-        What it raises has no cause here and elsewhere in this class: the client's error, in a record of a failure
-        by its traceback, may repeat the key.
+        The error has a response, or it is an event of the stream, with a status as its `code` or none. What is
+        raised here has no cause: the client's error, in a record of a failure by its traceback, may repeat the key.
         """
-        status, refusal = error.status_code, self._refusal(error)
-        if status in (401, 402) or (status == 429 and _codes(error) & _QUOTA_CODES):
-            # Not this request's fault, and the next one would fare no better: work waits, and the run stops
-            # (and can be resumed) when nobody has mended it within generation.engine_timeout.
-            what = "the API key is refused" if status == 401 else "no quota is left on the account"
-            self._stopped = f"{refusal} ({what}; waiting alone does not help)"
-            self._tried_at = time.monotonic()
-            raise ReplicaUnavailableError(self._stopped) from None
-        wait = retry_after(error.response.headers, time.time())
-        if status in (429, 529) or (status == 503 and wait is not None):
+        codes, wait, status = {error.code, error.type}, None, 500
+        if isinstance(error, openai.APIStatusError):
+            status, wait = error.status_code, retry_after(error.response.headers)
+        elif codes & _RATE_CODES:
+            status = 429
+        elif isinstance(error.body, dict) and isinstance(code := error.body.get("code"), int):
+            status = code if 400 <= code < 600 else 500
+        refusal = self._refusal(error, status)
+        if status in (401, 402) or (status == 429 and codes & _QUOTA_CODES):
+            self._hold(refusal, sent_at, _REFUSED_HOLD_S)
+        elif status in (429, 529) or (status == 503 and wait is not None):
             self._hold(refusal, sent_at, wait)
         elif status in AWAY_STATUSES and not await self._health.ask():
             raise ReplicaUnavailableError(f"{refusal}, and it is not healthy") from None
         else:
             raise refusal from None
-
-    def _event_error(self, error: openai.APIError, sent_at: float) -> None:
-        """Holds the endpoint, or raises: an error in the middle of a stream has its status as `code`, or none."""
-        code = error.body.get("code") if isinstance(error.body, dict) else None
-        status = code if isinstance(code, int) and 400 <= code < 600 else 500
-        limited = status == 429 or bool(_codes(error) & _RATE_CODES)
-        refusal = status_error(self.name, 429 if limited else status, self._shown(error.message))
-        if not limited:
-            raise refusal from None
-        self._hold(refusal, sent_at, None)
 
     def _hold(self, refusal: EngineError, sent_at: float, wait: float | None) -> None:
         now = time.monotonic()
@@ -416,51 +364,30 @@ class OpenAIReplica:
         if until > self._held_until:
             if self._held_until <= now:
                 _LOG.warning("%s; nothing is sent for %.1f s (no attempt is charged)", refusal, until - now)
-            self._held_until = until
+            self._held_until, self._held_because = until, str(refusal)
 
     async def _allowed(self, prompt: ChatPrompt, sampling: SamplingParams) -> float:
         """Waits until the limits let a request through; returns when that was.
 
         Raises:
-            ReplicaUnavailableError: they will not for long, or the endpoint has stopped serving.
+            ReplicaUnavailableError: they will not for long.
         """
         if self._tokens is not None:
             tokens = (len(prompt.ids) or _estimated_tokens(prompt)) + sampling.max_tokens
             await self._tokens.acquire(min(tokens, self._tokens_per_minute))
         if self._requests is not None:
             await self._requests.acquire()
-        while True:
-            if self._stopped:
-                raise ReplicaUnavailableError(self._stopped)
-            held = self._held_until - time.monotonic()
+        while (held := self._held_until - time.monotonic()) > 0:
             if held > _AWAY_HOLD_S:
-                raise ReplicaUnavailableError(f"{self.name} takes nothing for {held:.0f} s (rate limit)")
-            if held <= 0:
-                return time.monotonic()
+                raise ReplicaUnavailableError(f"{self._held_because}; it is not asked for {held:.0f} s")
             # Those who waited together would else be sent at the same moment, and refused together.
             await asyncio.sleep(held * random.uniform(1.0, 1.5))
+        return time.monotonic()
 
-    async def _serves_again(self) -> bool:
-        """Tries out an endpoint that refused the key or had no quota left."""
-        now = time.monotonic()
-        if now - self._tried_at < _TRIAL_PAUSE_S:
-            return False
-        self._tried_at = now
-        try:
-            if not await self._try_out():
-                return False
-        except EngineError as error:
-            _LOG.info("%s still serves nobody: %s", self.name, error)
-            return False
-        self._stopped = ""
-        return True
-
-    def _refusal(self, error: openai.APIStatusError) -> EngineError:
+    def _refusal(self, error: openai.APIError, status: int) -> EngineError:
         """The error for a status, in the endpoint's own words but without the API key."""
-        body = error.body
-        message = body.get("message") if isinstance(body, dict) else None
-        text = self._shown(str(message or error.response.text or "(no message)"))
-        return status_error(self.name, error.status_code, text[:500])
+        message = error.body.get("message") if isinstance(error.body, dict) else None
+        return status_error(self.name, status, self._shown(str(message or error.message))[:500])
 
     def _away(self, error: openai.APIConnectionError) -> ReplicaUnavailableError:
         cause = error.__cause__ or error
@@ -487,31 +414,26 @@ class Answer:
         self._cached = 0
 
     def add(self, chunk: Any) -> None:
-        """Takes in a `ChatCompletionChunk`; raises AttributeError or TypeError for one of another form."""
+        """Takes in a `ChatCompletionChunk`, which endpoints fill as they like."""
         if (usage := chunk.usage) is not None:
-            self._usage = int(usage.prompt_tokens), int(usage.completion_tokens)
+            self._usage = usage.prompt_tokens, usage.completion_tokens
             self._cached = getattr(usage.prompt_tokens_details, "cached_tokens", 0) or 0
         for choice in (chunk.choices or ())[:1]:
             self.finish_reason = choice.finish_reason or self.finish_reason
             if (delta := choice.delta) is None:
                 continue
+            thought = getattr(delta, "reasoning_content", None) or getattr(delta, "reasoning", None)
             self._content += (delta.content or "") + (delta.refusal or "")
-            self._reasoning += (
-                getattr(delta, "reasoning_content", None) or getattr(delta, "reasoning", None) or ""
-            )
+            self._reasoning += thought or ""
             for part in delta.tool_calls or ():
-                self._add_call(part)
-
-    def _add_call(self, part: Any) -> None:
-        index = part.index
-        if (
-            index is None
-        ):  # some endpoints send whole calls without an index: one with an id begins a new call
-            index = len(self._calls) if part.id or not self._calls else max(self._calls)
-        call = self._calls.setdefault(index, {"id": "", "name": "", "arguments": ""})
-        call["id"] = part.id or call["id"]
-        call["name"] = call["name"] or part.function.name or ""
-        call["arguments"] += part.function.arguments or ""
+                # Some endpoints send whole calls without an index: one with an id begins a new call.
+                is_new = part.id or not self._calls
+                index = part.index if part.index is not None else len(self._calls) - (not is_new)
+                call = self._calls.setdefault(index, {"id": "", "name": "", "arguments": ""})
+                call["id"] = part.id or call["id"]
+                if part.function is not None:
+                    call["name"] = call["name"] or part.function.name or ""
+                    call["arguments"] += part.function.arguments or ""
 
     def end(self, server: str) -> FinishReason:
         """Why the answer ended.
@@ -534,11 +456,7 @@ class Answer:
             message["reasoning_content"] = self._reasoning
         if self._calls:
             message["tool_calls"] = [
-                {
-                    "type": "function",
-                    "id": call["id"],
-                    "function": {"name": call["name"], "arguments": call["arguments"]},
-                }
+                {"type": "function", "id": call.pop("id"), "function": call}
                 for _, call in sorted(self._calls.items())
             ]
         return Completion(
@@ -556,8 +474,8 @@ def endpoint_url(url: str) -> str:
     parsed = URL(url)
     if parsed.user or parsed.password or parsed.query_string or parsed.fragment:
         raise ConfigError(
-            f"server URL of {parsed.host}: give the key by engine_kwargs.api_key_env, not in the URL, and "
-            "neither user nor query: URLs are written into logs"
+            f"server URL of {parsed.host}: neither user nor query: URLs are written into logs; the key is given by "
+            "engine_kwargs.api_key_env"
         )
     url = url.removesuffix("/chat/completions")
     return f"{url}/v1" if parsed.path in ("", "/") else url
@@ -656,31 +574,21 @@ def _wire_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": call["id"], "type": "function", "function": function}
 
 
-def retry_after(headers: Mapping[str, str], wall_time: float) -> float | None:
-    """Seconds that an endpoint asks to wait; None where it does not say, or says no number.
+def retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds that an endpoint asks to wait; None where it does not say, or says neither a number nor a date.
 
-    A date (RFC 9110) is counted from the answer's own `Date` where there is one: clocks differ.
-    `retry-after-ms` is what OpenAI's own clients read first.
+    `retry-after-ms` is what OpenAI's own clients read first; a date (RFC 9110) is one of this machine's clock.
     """
     for name, factor in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        if (text := headers.get(name)) is None:
-            continue
-        try:
-            seconds = float(text) * factor
-        except ValueError:
+        text = headers.get(name, "")
+        with contextlib.suppress(ValueError, OverflowError):
             try:
-                date = headers.get("date")
-                sent = parsedate_to_datetime(date).timestamp() if date else wall_time
-                seconds = parsedate_to_datetime(text).timestamp() - sent
-            except (ValueError, OverflowError):
-                continue
-        if math.isfinite(seconds):
-            return max(0.0, seconds)
+                seconds = float(text) * factor
+            except ValueError:
+                seconds = parsedate_to_datetime(text).timestamp() - time.time()
+            if math.isfinite(seconds):
+                return max(0.0, seconds)
     return None
-
-
-def _codes(error: openai.APIError) -> set[object]:
-    return {error.code, error.type}
 
 
 def _estimated_tokens(prompt: ChatPrompt) -> int:
