@@ -33,7 +33,8 @@ _MARKDOWN = re.compile(r"[\\`*\[\]<>|&]")
 
 Report = dict[str, Any]
 Table = list[list[str]]
-Columns = dict[str, Callable[[Report], str]]
+Columns = dict[str, tuple[str, Callable[[Any], str]]]
+"""By title: the key of an entry, and how its value is written."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,15 +106,15 @@ def run(options: argparse.Namespace, names: Mapping[str, str] = MappingProxyType
 
     report = _report(options, names)
     if options.format == "json":
-        said = orjson.dumps(report, option=orjson.OPT_INDENT_2).decode() + "\n"
+        text = orjson.dumps(report, option=orjson.OPT_INDENT_2).decode() + "\n"
     else:
-        said = _written(report, options)
+        text = _written(report, options)
     try:
-        sys.stdout.write(said)
+        sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough; the exit code still says what was found
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    damage = [line for one in report["runs"] for line in one["damage"]]
+    damage = [line for run in report["runs"] for line in run["damage"]]
     for kind, lines in (("NOT MET", report["missed"]), ("damaged", damage)):
         for line in lines:
             sys.stderr.write(f"{kind}: {printable_line(line)}\n")
@@ -121,8 +122,8 @@ def run(options: argparse.Namespace, names: Mapping[str, str] = MappingProxyType
 
 
 def _report(options: argparse.Namespace, names: Mapping[str, str]) -> Report:
-    """All that is said, as JSON has it. Raises `ConfigError`."""
-    import msgspec
+    """All figures, as `--format json` has them. Raises `ConfigError`."""
+    from msgspec import to_builtins
 
     from rollstream.evaluate.compare import compare_samples
     from rollstream.evaluate.metrics import summarize, summarize_by
@@ -141,34 +142,32 @@ def _report(options: argparse.Namespace, names: Mapping[str, str]) -> Report:
             raise ConfigError(f"--no-worse-than {baseline}: there is no other run to compare with it")
     how = options.solved_at, None if options.k is None else sorted(set(options.k))
     report: Report = {"runs": [], "by": [], "comparisons": [], "missed": []}
-    against: tuple[str, Samples] | None = None
+    first: tuple[str, Samples] | None = None
     for run in read_runs(places, names, options.scores):
-        samples, damage = run.samples, run.rows.damage
+        samples, damage, name = run.samples, run.rows.damage, {"run": run.name}
         if options.missing_as is not None:
             samples = samples.with_missing(options.missing_as)
-        of_run = {"run": run.name, "n": run.n, "total": run.total}
-        report["runs"].append({**of_run, **msgspec.to_builtins(summarize(samples, *how)), "damage": damage})
+        figures = to_builtins(summarize(samples, *how))
+        report["runs"].append({**name, "n": run.n, "total": run.total, **figures, "damage": damage})
         if options.by and len(samples):
             labels = labels_of_run(run.rows, options.by)
             if (count := len(set(labels))) > _MOST_VALUES:
                 raise ConfigError(f"--by {options.by}: {count} values; at most {_MOST_VALUES} make a table")
             for value, summary in summarize_by(samples, labels, *how).items():
-                of_value = {"run": run.name, "column": options.by, "value": value}
-                report["by"].append({**of_value, **msgspec.to_builtins(summary)})
-        against = against or (run.name, samples)
-        if run.name != against[0]:
-            of_two = {"run": run.name, "against": against[0]}
-            compared = msgspec.to_builtins(compare_samples(against[1], samples))
-            report["comparisons"].append({**of_two, **compared})
-    if not any(one["rollouts"] for one in report["runs"]):
-        lines = [line for one in report["runs"] for line in one["damage"]]
-        raise ConfigError(
-            f"{report['runs'][0]['run']} holds no rollout{f': {lines[0]}' if lines else ' yet'}"
-        )
-    judged = report["runs"] if baseline is None else report["runs"][1:]
-    report["missed"] = [line for one in judged for line in _below(one, options.min_mean)]
+                report["by"].append({**name, "column": options.by, "value": value, **to_builtins(summary)})
+        first = first or (run.name, samples)
+        if run.name != first[0]:
+            comparison = to_builtins(compare_samples(first[1], samples))
+            report["comparisons"].append({**name, "against": first[0], **comparison})
+    runs = report["runs"]
+    if not any(run["rollouts"] for run in runs):
+        lines = [line for run in runs for line in run["damage"]]
+        raise ConfigError(f"{runs[0]['run']} holds no rollout{f': {lines[0]}' if lines else ' yet'}")
+    for run in runs if baseline is None else runs[1:]:
+        report["missed"] += _below(run, options.min_mean)
     if baseline is not None:
-        report["missed"] += [line for one in report["comparisons"] for line in _worse(one, options.margin)]
+        for comparison in report["comparisons"]:
+            report["missed"] += _worse(comparison, options.margin)
     return report
 
 
@@ -177,117 +176,131 @@ def _below(run: Report, bound: float | None) -> list[str]:
     mean = None if run["reward"] is None else run["reward"]["mean"]
     if bound is None or (mean is not None and mean >= bound):
         return []
-    said = "nothing is scored" if mean is None else f"the mean reward {mean:.4f} is below {bound:g}"
-    return [f"{run['run']}: {said} (--min-mean)"]
+    why = "nothing is scored" if mean is None else f"the mean reward {mean:.4f} is below {bound:g}"
+    return [f"{run['run']}: {why} (--min-mean)"]
 
 
-def _worse(compared: Report, margin: float | None) -> list[str]:
+def _worse(comparison: Report, margin: float | None) -> list[str]:
     """Why a run does not pass `--no-worse-than`.
 
     Without a margin it is worse if its whole interval is below 0. With a margin it has to be shown that it is
     not: its whole interval must be above -margin.
     """
-    change = compared["difference"]
+    change = comparison["difference"]
     if change is None or change["low"] is None:
-        said = f"too few prompts are scored in both to compare: {compared['prompts']}"
+        why = f"too few prompts are scored in both to compare: {comparison['prompts']}"
     elif change["high"] >= 0 if margin is None else change["low"] >= -margin:  # not true of NaN
         return []
     else:
-        said = f"the mean reward changed by {_interval(change)}"
-        said += "" if margin is None else f": it may have lost more than {margin:g}"
-    return [f"{compared['run']}: {said} (--no-worse-than)"]
+        lost = "" if margin is None else f": it may have lost more than {margin:g}"
+        why = f"the mean reward changed by {_interval(change)}{lost}"
+    return [f"{comparison['run']}: {why} (--no-worse-than)"]
 
 
 # --- for people
 
 
+def _interval(estimate: Report | None, sign: str = "") -> str:
+    if estimate is None:
+        return "-"
+    numbers = (estimate[name] for name in ("mean", "low", "high"))
+    mean, low, high = ("" if number is None else f"{number:{sign}.4f}" for number in numbers)
+    return f"{mean} [{low}, {high}]" if low else mean
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
 _FIGURES: Columns = {
-    "rollouts": lambda one: f"{one['rollouts']}",
-    "prompts": lambda one: f"{one['prompts']}",
-    "mean reward": lambda one: _interval(one["reward"]),
-    "unscored": lambda one: f"{one['unscored']}",
-    "failed": lambda one: _share(one["failure_rate"]),
-    "truncated": lambda one: _share(one["truncated"]),
-    "tool errors": lambda one: _share(one["tool_error_rate"]),
-    "tokens": lambda one: _number(one["tokens"]),
-    "p95": lambda one: _number(one["tokens_p95"]),
-    "turns": lambda one: _number(one["turns"]),
+    "rollouts": ("rollouts", str),
+    "prompts": ("prompts", str),
+    "mean reward": ("reward", _interval),
+    "unscored": ("unscored", str),
+    "failed": ("failure_rate", _share),
+    "truncated": ("truncated", _share),
+    "tool errors": ("tool_error_rate", _share),
+    "tokens": ("tokens", _number),
+    "p95": ("tokens_p95", _number),
+    "turns": ("turns", _number),
 }
 _PASSES: Columns = {
-    "k": lambda one: f"{one['k']}",
-    "pass@k": lambda one: _interval(one["pass_at"]),
-    "pass^k": lambda one: _interval(one["pass_hat"]),
-    "prompts": lambda one: "0" if one["pass_at"] is None else f"{one['pass_at']['clusters']}",
-    "left out": lambda one: f"{one['left_out']}",
+    "k": ("k", str),
+    "pass@k": ("pass_at", _interval),
+    "pass^k": ("pass_hat", _interval),
+    "prompts": ("pass_at", lambda rate: "0" if rate is None else str(rate["clusters"])),
+    "left out": ("left_out", str),
 }
 _COMPARED: Columns = {
-    "prompts": lambda one: f"{one['prompts']}",
-    "difference": lambda one: _interval(one["difference"], "+"),
-    "won": lambda one: f"{one['won']}",
-    "lost": lambda one: f"{one['lost']}",
-    "tied": lambda one: f"{one['tied']}",
-    "sign p": lambda one: f"{one['sign_p']:.2g}",
-    "permutation p": lambda one: f"{one['permutation_p']:.2g}",
-    "not in both": lambda one: f"{one['only_a'] + one['only_b']}",
-    "unscored": lambda one: f"{one['unscored']}",
+    "prompts": ("prompts", str),
+    "difference": ("difference", lambda change: _interval(change, "+")),
+    "won": ("won", str),
+    "lost": ("lost", str),
+    "tied": ("tied", str),
+    "sign p": ("sign_p", "{:.2g}".format),
+    "permutation p": ("permutation_p", "{:.2g}".format),
+    "not in both": ("alone", str),
+    "unscored": ("unscored", str),
 }
 
 
 def _written(report: Report, options: argparse.Namespace) -> str:
     """The report as text or Markdown."""
-    runs, by, compared = report["runs"], report["by"], report["comparisons"]
-    paths = [Path(one["run"]).absolute() for one in runs]
+    runs, by = report["runs"], report["by"]
+    paths = [Path(run["run"]).absolute() for run in runs]
     folder = os.path.commonpath([path.parent for path in paths])
-    name = _label_in_markdown if options.format == "md" else _label
-    names = {one["run"]: name(str(path.relative_to(folder))) for one, path in zip(runs, paths, strict=True)}
+    label, write = (_label_in_markdown, _markdown) if options.format == "md" else (_label, _aligned)
+    names = {run["run"]: label(str(path.relative_to(folder))) for run, path in zip(runs, paths, strict=True)}
 
-    def table(columns: Columns, entries: list[Report]) -> Table:
-        return [
-            ["run", *columns],
-            *([names[one["run"]], *(form(one) for form in columns.values())] for one in entries),
-        ]
+    def table(columns: Columns, entries: list[Report]) -> str:
+        cells = [[form(entry[key]) for key, form in columns.values()] for entry in entries]
+        rows = [[names[entry["run"]], *row] for entry, row in zip(entries, cells, strict=True)]
+        return write([["run", *columns], *rows])
 
-    passes = [{"run": one["run"], **rate} for one in runs for rate in one["passes"]]
-    blocks: list[str | Table] = [
+    passes = [{"run": run["run"], **rate} for run in runs for rate in run["passes"]]
+    compared = [{**one, "alone": one["only_a"] + one["only_b"]} for one in report["comparisons"]]
+    blocks = [
         table(_FIGURES, runs),
         f"solved: reward >= {options.solved_at:g}",
         table(_PASSES, passes),
     ]
     if by:
-        blocks.append(table({name(options.by): lambda one: name(one["value"] or "-"), **_FIGURES}, by))
+        value: Columns = {label(options.by): ("value", lambda value: label(value or "-"))}
+        blocks.append(table({**value, **_FIGURES}, by))
     if compared:
         blocks += [f"paired by prompt, against {names[runs[0]['run']]}", table(_COMPARED, compared)]
-    blocks.append("\n".join(_notes(report, names, options)))
-    write = _markdown if options.format == "md" else _aligned
-    return "\n\n".join(one if isinstance(one, str) else write(one) for one in blocks) + "\n"
+    return "\n\n".join([*blocks, "\n".join(_notes(report, names, options))]) + "\n"
 
 
 def _notes(report: Report, names: dict[str, str], options: argparse.Namespace) -> list[str]:
     """What has to be known to read the figures, as a list."""
     runs = report["runs"]
     notes = ["intervals are of 95 %; rollouts of one prompt count as dependent"]
-    for one in runs:
-        if one["total"] is not None and one["rollouts"] < one["total"]:
-            notes.append(f"{names[one['run']]} is unfinished: {one['rollouts']} of {one['total']} rollouts")
-        if one["n"] is None:
-            notes.append(
-                f"{names[one['run']]} is an exported file: it does not hold the rollouts that failed"
-            )
-    for one in report["comparisons"]:
-        if one["only_a"] and one["only_b"] and not one["prompts"] + one["unscored"]:
-            two = f"{names[one['run']]} and {names[one['against']]}"
-            notes.append(f"{two} have no prompt in common: prompts are the same when their content is")
-    if any(one["reward"] is not None and one["reward"]["low"] is None for one in runs):
+    for run in runs:
+        name = names[run["run"]]
+        if run["total"] is not None and run["rollouts"] < run["total"]:
+            notes.append(f"{name} is unfinished: {run['rollouts']} of {run['total']} rollouts")
+        if run["n"] is None:
+            notes.append(f"{name} is an exported file: it does not hold the rollouts that failed")
+    for pair in report["comparisons"]:
+        if pair["only_a"] and pair["only_b"] and not pair["prompts"] + pair["unscored"]:
+            both = f"{names[pair['run']]} and {names[pair['against']]}"
+            notes.append(f"{both} have no prompt in common: prompts are the same when their content is")
+    if any(run["reward"] is not None and run["reward"]["low"] is None for run in runs):
         notes.append("one prompt alone has no interval")
-    partial, scored = (sum(one[name] for one in runs) for name in ("partial", "scored"))
+    partial, scored = (sum(run[name] for run in runs) for name in ("partial", "scored"))
     if partial:
         notes.append(f"{partial} of {scored} rewards are neither 0, 1 nor -1: pass@k depends on --solved-at")
     missing = "rollouts that failed or were not scored"
     if options.missing_as is not None:
         notes.append(f"{missing} count with the reward {options.missing_as:g}")
-    elif any(one["failed"] or one["unscored"] for one in runs):
+    elif any(run["failed"] or run["unscored"] for run in runs):
         notes.append(f"{missing} have no part in means and pass@k (--missing-as)")
-    return [f"- {one}" for one in notes]
+    return [f"- {note}" for note in notes]
 
 
 def _label(text: str) -> str:
@@ -298,23 +311,6 @@ def _label(text: str) -> str:
 
 def _label_in_markdown(text: str) -> str:
     return _MARKDOWN.sub(r"\\\g<0>", _label(text))
-
-
-def _interval(one: Report | None, sign: str = "") -> str:
-    if one is None:
-        return "-"
-    mean, low, high = (
-        "" if one[name] is None else f"{one[name]:{sign}.4f}" for name in ("mean", "low", "high")
-    )
-    return f"{mean} [{low}, {high}]" if low else mean
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
 
 
 def _aligned(table: Table) -> str:

@@ -47,7 +47,9 @@ class Samples:
 
     def take(self, which: Array) -> "Samples":
         """Some of them, by place or by a mask."""
-        entries = {one.name: getattr(self, one.name)[which] for one in fields(self) if one.name != "keys"}
+        entries = {
+            field.name: getattr(self, field.name)[which] for field in fields(self) if field.name != "keys"
+        }
         return replace(self, **entries)
 
     def with_missing(self, reward: float) -> "Samples":
@@ -65,29 +67,20 @@ class Samples:
 
 def samples_of(records: Iterable[Rollout | Failure]) -> Samples:
     """Rollouts of a loop of one's own, those that failed included."""
-    rows: list[tuple[Any, ...]] = []
-    for one in records:
-        if isinstance(one, Failure):
-            rows.append((one.prompt_key, np.nan, True, False, 0, 0, 0, 0))
+    keys, rows = list[bytes](), list[tuple[float, ...]]()
+    for record in records:
+        keys.append(record.prompt_key.encode())
+        if isinstance(record, Failure):
+            rows.append((np.nan, True, False, 0, 0, 0, 0))
             continue
-        final, metrics = one.final, [each.metrics for each in one.trajectories]
-        rows.append(
-            (
-                one.prompt_key,
-                np.nan if final.reward is None else final.reward,
-                False,
-                final.finish_reason == "length",
-                final.response_length,
-                final.num_turns,
-                sum(each.tool_calls for each in metrics),
-                sum(each.tool_errors for each in metrics),
-            )
-        )
-    keys, reward, failed, truncated, *numbers = zip(*rows, strict=True) if rows else [()] * 8
+        final, metrics = record.final, [trajectory.metrics for trajectory in record.trajectories]
+        reward = np.nan if final.reward is None else final.reward
+        calls, errors = (sum(getattr(one, name) for one in metrics) for name in ("tool_calls", "tool_errors"))
+        is_cut = final.finish_reason == "length"
+        rows.append((reward, False, is_cut, final.response_length, final.num_turns, calls, errors))
     distinct, prompt = np.unique(np.array(keys, "S32"), return_inverse=True)
-    flags = (np.array(one, np.bool_) for one in (failed, truncated))
-    counts = (np.array(one, np.float64) for one in numbers)
-    return Samples(distinct, prompt, _finite(np.array(reward, np.float64)), *flags, *counts)
+    rewards, failed, truncated, *numbers = np.array(rows, np.float64).reshape(-1, 7).T
+    return Samples(distinct, prompt, _finite(rewards), failed == 1, truncated == 1, *numbers)
 
 
 def joined(parts: Sequence[Samples]) -> Samples:

@@ -135,20 +135,19 @@ def _list(options: argparse.Namespace) -> int:
     from rollstream.store.scores import ScorePaths, read_facts, score_folder, score_names
 
     require_manifest(options.run_dir)
-    found: list[dict[str, Any]] = []
+    scores: list[dict[str, Any]] = []
     for name in score_names(options.run_dir):
         try:
             facts = read_facts(ScorePaths(score_folder(options.run_dir), name).facts)
         except RunDirectoryError as error:  # the others can be listed
             sys.stderr.write(f"damaged: {error}\n")
             facts = None
-        about = ("unknown", "-") if facts is None else (facts.reward, facts.created)
-        found.append({"name": name, "reward": about[0], "created": about[1]})
+        reward, created = ("unknown", "-") if facts is None else (facts.reward, facts.created)
+        scores.append({"name": name, "reward": reward, "created": created})
+        if not options.json:
+            sys.stdout.write(f"{name:<24} {reward}, {created}\n")
     if options.json:
-        sys.stdout.write(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() + "\n")
-    else:
-        for one in found:
-            sys.stdout.write(f"{one['name']:<24} {one['reward']}, {one['created']}\n")
+        sys.stdout.write(orjson.dumps(scores, option=orjson.OPT_INDENT_2).decode() + "\n")
     return 0
 
 
@@ -169,9 +168,8 @@ class _Progress:
 
 
 def _summary(report: "ScoreReport") -> str:
-    before, mean = (
-        "none" if one is None else f"{one:.4f}" for one in (report.mean_before, report.mean_reward)
-    )
+    means = (report.mean_before, report.mean_reward)
+    before, mean = ("none" if value is None else f"{value:.4f}" for value in means)
     if report.unscored:
         mean += f" over {report.rollouts - report.unscored} of {report.rollouts} scored"
     lines = [
@@ -182,4 +180,4 @@ def _summary(report: "ScoreReport") -> str:
         lines.append(f"the reward failed on {count}: {example[:300]}")
     if without := report.unscored - report.failed:
         lines.append(f"{without} have no reward: no rule knows their data source")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, ""])

@@ -8,10 +8,10 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import orjson
@@ -23,10 +23,10 @@ from rollstream.store.arrow import column_values, to_arrow, to_arrow_texts
 from rollstream.store.batch import KEY_COLUMNS, METRIC_NAMES, DamagedFileError, read_groups
 from rollstream.store.journal import FILE_HEADER_SIZE, ScanReport, scan
 from rollstream.store.keys import rollout_numbers, row_numbers
-from rollstream.store.records import FailureRecord, RecordCodec
+from rollstream.store.records import RecordCodec
 from rollstream.store.run import ARTIFACT, Run, Seen, SeenFile
 from rollstream.store.scores import SCORED_COLUMNS
-from rollstream.trajectory import failure_cause
+from rollstream.trajectory import Failure, failure_cause
 
 Array = npt.NDArray[Any]
 
@@ -82,7 +82,7 @@ class RunColumns:
         self._seen = [Seen() for _ in self.parts]
         self._codes: dict[tuple[int, int], int] = {}
         """By part and number of a file, what the column `_FILE` says."""
-        self._failures: dict[tuple[int, int], FailureRecord] = {}
+        self._failures: dict[tuple[int, int], Failure] = {}
         self._failed_ends: dict[Path, int] = {}
         self._causes: set[str] = set()
         self._codec = RecordCodec()
@@ -180,7 +180,7 @@ class RunColumns:
             self._sorted = (rows, order, keys)
         return order, keys
 
-    def failures(self) -> list[FailureRecord]:
+    def failures(self) -> list[Failure]:
         """Rollouts that failed and were not done later, by key."""
         records = [record for _, record in sorted(self._failures.items())]
         keys = np.array([(record.index, record.repeat, 0) for record in records], np.int64).reshape(-1, 3)
@@ -292,8 +292,8 @@ class RunColumns:
                 continue
             first = (cause := failure_cause(record.error)) not in self._causes
             self._causes.add(cause)
-            short = {"error": record.error[:_MOST_ERROR], "traceback": record.traceback if first else ""}
-            self._failures[record.index, record.repeat] = msgspec.structs.replace(record, **short)
+            text, traceback = record.error[:_MOST_ERROR], record.traceback if first else ""
+            self._failures[record.index, record.repeat] = replace(record, error=text, traceback=traceback)
         self._failed_ends[path] = max(end, report.end)
 
 

@@ -78,7 +78,8 @@ class KeyStates:
             return np.zeros(0, bool)
         self._reserve(int(at.max()) + 1)
         new: npt.NDArray[np.bool_] = self._states[at] != _DONE
-        marked = np.unique(at[new])
+        marked = np.sort(at[new])
+        marked = marked[np.diff(marked, prepend=-1) != 0]
         self.failed -= int((self._states[marked] == _FAILED).sum())
         self._states[marked] = _DONE
         self.done += len(marked)

@@ -50,7 +50,6 @@ from rollstream.store.run import Run
 from rollstream.store.scores import Rewards, ScorePaths, copy_scores, read_facts, score_folder
 from rollstream.store.summary import read_status, write_checkpoint
 from rollstream.store.validate import validate_run
-from rollstream.trajectory import Failure
 from rollstream.untrusted import read_regular
 
 logger = logging.getLogger(__name__)
@@ -219,7 +218,7 @@ def _write(
     codec, failures = RecordCodec(), list[bytes]()
     for shard in shards:
         for record in shard.failures():
-            body = codec.encode_failure(Failure(**msgspec.structs.asdict(record)))
+            body = codec.encode_failure(record)
             failures.append(encode_frame(record.index, record.repeat, 0, body))
     if failures:
         journal = JournalFile(paths.failures / "000000.rsj", manifest.run_id_bytes)

@@ -9,7 +9,7 @@ import struct
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -62,19 +62,6 @@ class RolloutRecord(msgspec.Struct, frozen=True):
     trajectories: list[TrajectoryRecord]
     finished_at: float | None = None
     """Unix time when it was encoded, seconds."""
-
-
-class FailureRecord(msgspec.Struct, frozen=True):
-    """A failure as stored."""
-
-    index: int
-    repeat: int
-    prompt_key: str
-    attempts: int
-    stage: str
-    error: str
-    traceback: str
-    failed_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +122,7 @@ class EncodedRollout:
 _metric_values = attrgetter(*(one.name for one in fields(Metrics)))
 _encoder = msgspec.msgpack.Encoder()
 _rollout_decoder = msgspec.msgpack.Decoder(RolloutRecord)
-_failure_decoder = msgspec.msgpack.Decoder(FailureRecord)
+_failure_decoder = msgspec.msgpack.Decoder(Failure)
 
 
 def json_text(value: Any) -> str:
@@ -210,18 +197,17 @@ class RecordCodec:
             if not rollout.trajectories:
                 raise EncodingError("a rollout needs at least one trajectory")
             records = [_trajectory_record(trajectory) for trajectory in rollout.trajectories]
-            raw = _encoder.encode(
-                RolloutRecord(
-                    index=rollout.index,
-                    repeat=rollout.repeat,
-                    prompt_key=rollout.prompt_key,
-                    data_source=rollout.data_source,
-                    ground_truth=json_text(rollout.ground_truth),
-                    attempts=rollout.attempts,
-                    trajectories=records,
-                    finished_at=time.time(),
-                )
+            record = RolloutRecord(
+                index=rollout.index,
+                repeat=rollout.repeat,
+                prompt_key=rollout.prompt_key,
+                data_source=rollout.data_source,
+                ground_truth=json_text(rollout.ground_truth),
+                attempts=rollout.attempts,
+                trajectories=records,
+                finished_at=time.time(),
             )
+            raw = _encoder.encode(record)
             if len(raw) > MAX_BODY_BYTES:
                 raise EncodingError(f"it takes {len(raw)} bytes, more than {MAX_BODY_BYTES}")
             metrics = [trajectory.metrics for trajectory in rollout.trajectories]
@@ -235,8 +221,8 @@ class RecordCodec:
                 reward=records[-1].reward,
                 scoring_failed=scoring_failed(rollout.final.reward_extra),
                 sampled_tokens=sum(record.response_mask.count(1) for record in records),
-                tool_calls=sum(int(one.tool_calls) for one in metrics),
-                tool_errors=sum(int(one.tool_errors) for one in metrics),
+                tool_calls=sum(int(metric.tool_calls) for metric in metrics),
+                tool_errors=sum(int(metric.tool_errors) for metric in metrics),
                 facts=rollout_facts(rollout),
             )
         except (AttributeError, TypeError, ValueError, OverflowError, EncodingError) as error:
@@ -263,19 +249,11 @@ class RecordCodec:
 
     def encode_failure(self, failure: Failure) -> bytes:
         """A failure as a frame body."""
-        record = FailureRecord(
-            index=failure.index,
-            repeat=failure.repeat,
-            prompt_key=failure.prompt_key,
-            attempts=failure.attempts,
-            stage=failure.stage,
-            error=_printable(failure.error),
-            traceback=_printable(failure.traceback),
-            failed_at=failure.failed_at,
-        )
+        error, traceback = _printable(failure.error), _printable(failure.traceback)
+        record = replace(failure, error=error, traceback=traceback)
         return self._compressor.compress(_encoder.encode(record))
 
-    def decode_failure(self, body: bytes) -> FailureRecord:
+    def decode_failure(self, body: bytes) -> Failure:
         """The inverse of `encode_failure`; raises `ValueError` on anything else."""
         return _failure_decoder.decode(self._decompress(body))
 

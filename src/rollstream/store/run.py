@@ -35,8 +35,9 @@ from rollstream.store.keys import KeyStates, RunState
 from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.merge import Artifact
 from rollstream.store.paths import RunPaths, missing_batches
-from rollstream.store.records import FailureRecord, RecordCodec, RolloutRecord, scoring_failed
+from rollstream.store.records import RecordCodec, RolloutRecord, scoring_failed
 from rollstream.store.scores import Rewards
+from rollstream.trajectory import Failure
 from rollstream.untrusted import read_regular
 
 ARTIFACT: Final = -1
@@ -198,7 +199,7 @@ class Run:
             chosen = pc.and_(pc.is_null(table["reward"]), pc.invert(table["is_snapshot"]))
             yield table.filter(chosen).select(columns)
 
-    def failures(self, state: RunState | None = None) -> Iterator[FailureRecord]:
+    def failures(self, state: RunState | None = None) -> Iterator[Failure]:
         """The rollouts that are still failed, oldest first; of one key the latest failure counts.
 
         Args:

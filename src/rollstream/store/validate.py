@@ -16,7 +16,7 @@ from rollstream.store.export.files import stale_exports
 from rollstream.store.journal import ScanReport, scan
 from rollstream.store.keys import KeyStates
 from rollstream.store.lock import is_locked, locked
-from rollstream.store.manifest import require_manifest
+from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.merge import Artifact
 from rollstream.store.paths import RunPaths, missing_batches
 from rollstream.store.records import RecordCodec, RolloutRecord
@@ -28,7 +28,9 @@ from rollstream.store.summary import refresh_checkpoint
 _NO_CHECKSUM = "has no checksum"
 
 Keys = npt.NDArray[np.int64]
-"""Shape (rows, 3): index, repeat, trajectory."""
+"""A number for each row: its rollout's `index * n + repeat`, above the bits of `trajectory`. Shape (rows,)."""
+
+_TRAJECTORY_BITS = 20
 
 
 @dataclass(slots=True)
@@ -62,14 +64,14 @@ def validate_run(root: Path) -> Validation:
         promised = 0
         result.notes.append("a run is writing here right now; what it commits meanwhile is not looked at")
     batches, digests = paths.batch_numbers(), recorded_digests(paths.batch(0))
-    parts = [_validate_file(paths.batch(number), manifest.run_id, digests, result) for number in batches]
+    parts = [_validate_file(paths.batch(number), manifest, digests, result) for number in batches]
     sealed = _join([keys for keys in parts if keys is not None])
     result.batches = sum(keys is not None for keys in parts)
     journals = [paths.journal(number) for number in paths.journal_numbers() if number not in batches]
     result.journals = len(journals)
-    keys = _join([sealed, *(_validate_journal(path, manifest.run_id_bytes, result) for path in journals)])
+    keys = _join([sealed, *(_validate_journal(path, manifest, result) for path in journals)])
     for path in paths.failure_files():
-        _validate_journal(path, manifest.run_id_bytes, result)
+        _validate_journal(path, manifest, result)
     for scores in sorted(score_folder(root).glob("*.parquet")):
         if file_digest(scores) not in recorded_digests(scores).get(scores.name, ()):
             result.problems.append(
@@ -78,10 +80,10 @@ def validate_run(root: Path) -> Validation:
     missing = {*missing_batches(paths)}
     if paths.artifact.exists():
         digests = recorded_digests(paths.artifact)
-        merged = _validate_file(paths.artifact, manifest.run_id, digests, result)
+        merged = _validate_file(paths.artifact, manifest, digests, result)
         if merged is not None:
             artifact = Artifact(paths, manifest.run_id)
-            keys = _compare_artifact(artifact, manifest.n, merged, sealed, keys, result)
+            keys = _compare_artifact(artifact, merged, sealed, keys, result)
             missing -= artifact.holds(missing)
     result.problems += [f"batches/{paths.batch(number).name} is missing" for number in sorted(missing)]
     result.rows = len(keys)
@@ -93,11 +95,18 @@ def validate_run(root: Path) -> Validation:
 
 
 def _join(parts: list[Keys]) -> Keys:
-    return np.concatenate([np.zeros((0, 3), np.int64), *parts])
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def _numbers(index: Keys, repeat: Keys, trajectory: Keys, n: int) -> Keys:
+    """Raises `DamageError` for keys that no row has."""
+    if (index < 0).any() or (repeat < 0).any() or (repeat >= n).any():
+        raise DamageError(f"damaged: keys are out of range (n is {n})")
+    return ((index * n + repeat) << _TRAJECTORY_BITS) + trajectory
 
 
 def _validate_file(
-    path: Path, run_id: str, digests: Mapping[str, set[str]], result: Validation
+    path: Path, manifest: Manifest, digests: Mapping[str, set[str]], result: Validation
 ) -> Keys | None:
     """The keys of a batch or artifact; None when it cannot be read. What is wrong goes into `result`, in one line."""
     name = path.relative_to(path.parents[1] if path.parent.name == "batches" else path.parent)
@@ -108,15 +117,16 @@ def _validate_file(
     elif file_digest(path) not in known:
         wrong.append("does not match its checksum")
     try:
-        for table in read_tables(path, run_id=run_id):
-            keys.append(np.stack([column_values(table[key]).astype(np.int64) for key in KEY_COLUMNS], 1))
+        for table in read_tables(path, run_id=manifest.run_id):
+            index, repeat, number = (column_values(table[name]).astype(np.int64) for name in KEY_COLUMNS)
+            keys.append(_numbers(index, repeat, number, manifest.n))
             wrong += _row_problems(table)
     except (DamageError, RunDirectoryError) as error:
         wrong.append(str(error).partition(": ")[2] or str(error))
         result.problems.append(f"{name} is damaged: {'; '.join(dict.fromkeys(wrong))}")
         return None
     joined = _join(keys)
-    if (np.lexsort(joined.T[::-1]) != np.arange(len(joined))).any():
+    if (np.diff(joined) < 0).any():
         wrong.append("is not sorted by key")
     if wrong:
         result.problems.append(f"{name}: {'; '.join(dict.fromkeys(wrong))}")
@@ -149,7 +159,7 @@ def repair_run(root: Path) -> list[str]:
 
     def repair(path: Path, keys: KeyStates | None) -> None:
         result = Validation()
-        _validate_file(path, manifest.run_id, recorded_digests(path), result)
+        _validate_file(path, manifest, recorded_digests(path), result)
         if result.problems and result.problems[0].endswith(f": {_NO_CHECKSUM}"):
             note_digest(path)
             done.append(f"{path.name}: noted its checksum")
@@ -167,11 +177,11 @@ def repair_run(root: Path) -> list[str]:
     return done + state.damage + state.restored
 
 
-def _validate_journal(path: Path, run_id: bytes, result: Validation) -> Keys:
+def _validate_journal(path: Path, manifest: Manifest, result: Validation) -> Keys:
     """Checks a journal file of rollouts or of failures; returns the keys of the rollouts' trajectories."""
     codec, report, name = RecordCodec(), ScanReport(), f"{path.parent.name}/{path.name}"
     keys: list[tuple[int, int, int]] = []
-    for frame in scan(path, run_id, report):
+    for frame in scan(path, manifest.run_id_bytes, report):
         try:
             record = codec.decode_rollout(frame.body) if frame.rows else codec.decode_failure(frame.body)
         except ValueError as error:
@@ -186,34 +196,34 @@ def _validate_journal(path: Path, run_id: bytes, result: Validation) -> Keys:
         result.notes.append(
             f"{name} ends in an unfinished frame ({report.torn} bytes), as after a crash; the next run cuts it"
         )
-    return np.array(keys, np.int64).reshape(-1, 3)
+    try:
+        index, repeat, trajectory = np.array(keys, np.int64).reshape(-1, 3).T
+        return _numbers(index, repeat, trajectory, manifest.n)
+    except DamageError as error:
+        result.problems.append(f"{name} is {error}")
+        return np.zeros(0, np.int64)
 
 
 def _validate_keys(keys: Keys, n: int, result: Validation) -> None:
-    ordered = keys[np.lexsort(keys.T[::-1])]
-    if not len(ordered):
-        return
-    steps = np.diff(ordered, axis=0) != 0
-    same = ~steps.any(axis=1)
-    for key in ordered[1:][same][:5].tolist():
-        result.problems.append(f"key {tuple(key)} stands in two places")
-    if same.sum() > 5:
-        result.problems.append(f"... {int(same.sum()) - 5} more keys stand in two places")
-    if (keys[:, :2] < 0).any() or (keys[:, 1] >= n).any():
-        result.problems.append(f"keys are out of range (n is {n})")
-    first = np.append(True, steps[:, :2].any(axis=1))
+    ordered = np.sort(keys)
+    rollouts, trajectories = ordered >> _TRAJECTORY_BITS, ordered & ((1 << _TRAJECTORY_BITS) - 1)
+    repeated = np.flatnonzero(np.diff(ordered) == 0)
+    for at in repeated[:5].tolist():
+        key = (*divmod(int(rollouts[at]), n), int(trajectories[at]))
+        result.problems.append(f"key {key} stands in two places")
+    if len(repeated) > 5:
+        result.problems.append(f"... {len(repeated) - 5} more keys stand in two places")
+    first = np.diff(rollouts, prepend=-1) != 0
     result.rollouts = int(first.sum())
     starts = np.maximum.accumulate(np.where(first, np.arange(len(ordered)), 0))
-    if not same.any() and (ordered[:, 2] != np.arange(len(ordered)) - starts).any():
+    if not len(repeated) and (trajectories != np.arange(len(ordered)) - starts).any():
         result.problems.append("a rollout lacks one of its trajectories")
 
 
-def _compare_artifact(
-    artifact: Artifact, n: int, merged: Keys, sealed: Keys, keys: Keys, result: Validation
-) -> Keys:
+def _compare_artifact(artifact: Artifact, merged: Keys, sealed: Keys, keys: Keys, result: Validation) -> Keys:
     """`keys` and those that the artifact alone holds."""
     result.artifact_rows = len(merged)
-    alone = merged[~_rows_in(merged, keys, n)]
+    alone = merged[~np.isin(merged, keys)]
     if len(alone):
         result.notes.append(
             f"{len(alone)} trajectories stand in trajectories.parquet alone: their batches are gone or "
@@ -224,12 +234,6 @@ def _compare_artifact(
             "trajectories.parquet is older than the batches, or has other rewards than those that count now; "
             "the run's next command merges them again"
         )
-    elif not _rows_in(sealed, merged, n).all():
+    elif not np.isin(sealed, merged).all():
         result.problems.append("trajectories.parquet does not hold all rows of the batches")
     return _join([keys, alone])
-
-
-def _rows_in(rows: Keys, others: Keys, n: int) -> npt.NDArray[np.bool_]:
-    """Which of `rows` are among `others`. Shape (rows,)."""
-    one, other = (((part[:, 0] * n + part[:, 1]) << 20) + part[:, 2] for part in (rows, others))
-    return np.isin(one, other)

@@ -15,10 +15,11 @@ touched.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from rollstream.aio import finish_despite_cancellation
 from rollstream.errors import StorageError
@@ -39,17 +40,19 @@ _LONGEST_TIMER_S = 1e7
 """Event loops refuse timers of infinite length."""
 
 
-@dataclass(slots=True)
-class _Pending:
+class _Pending(NamedTuple):
     record: EncodedRollout | Failure
     frame: bytes
-    future: asyncio.Future[None]
+    future: "asyncio.Future[None]"
 
 
 class StoreWriter:
     """Commits rollouts and failures to an open run directory.
 
     `commit` may be called many times at once, from one event loop.
+
+    Attributes:
+        journal_rows: rows in the open journal: durable, not in a batch yet.
     """
 
     def __init__(
@@ -65,23 +68,20 @@ class StoreWriter:
 
         `on_sealed` is called after each batch, in the thread that seals.
         """
-        self._on_sealed = on_sealed
-        self._run = run
-        self._paths = run.paths
-        self._run_id = run.manifest.run_id_bytes
-        self._save_batch_size = save_batch_size
+        self._run, self._paths, self._run_id = run, run.paths, run.manifest.run_id_bytes
+        self._save_batch_size, self._segment_bytes = save_batch_size, segment_bytes
         self._pull_timeout = min(pull_timeout, _LONGEST_TIMER_S)
-        self._segment_bytes = segment_bytes
+        self._on_sealed = on_sealed
         self._codec = RecordCodec()
         self._next_number = run.paths.next_number()
         self._journal: JournalFile | None = None
         self._journal_number = -1
-        self._journal_bytes = 0
+        self.journal_rows = self._journal_bytes = 0
         self._failure_journal: JournalFile | None = None
         self._closed_rows: dict[int, int] = {}
         """Rows of the journals that are closed and wait to be sealed, by number."""
-        self._waiting: list[_Pending] = []
-        self._rotate_asked = False
+        self._waiting: deque[_Pending] = deque()
+        self._rotates = False
         self._writing: asyncio.Task[None] | None = None
         self._sealing: set[asyncio.Task[bool]] = set()
         self._idle: asyncio.TimerHandle | None = None
@@ -90,8 +90,6 @@ class StoreWriter:
         self._closed = False
         self._broken: StorageError | None = None
         self._failed: asyncio.Future[None] | None = None
-        self.journal_rows = 0
-        """Rows in the open journal: durable, not in a batch yet."""
 
     @property
     def pending_rows(self) -> int:
@@ -139,27 +137,30 @@ class StoreWriter:
             StorageError: the writer is broken (disk full, I/O error) or closed.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self._broken is not None or self._closed:
-            future.set_exception(self._broken or StorageError(f"{self._paths.root} is closed"))
-            return future
         try:
+            self._require_open()
             if isinstance(record, Rollout):
                 record = self._codec.encode(record)
-        except EncodingError as error:
+        except (EncodingError, StorageError) as error:
             future.set_exception(error)
             return future
+        rows, body = 0, b""
         if isinstance(record, EncodedRollout):
-            frame = encode_frame(record.index, record.repeat, record.rows, record.body)
+            rows, body = record.rows, record.body
         else:
-            frame = encode_frame(record.index, record.repeat, 0, self._codec.encode_failure(record))
+            body = self._codec.encode_failure(record)
+        frame = encode_frame(record.index, record.repeat, rows, body)
         self._waiting.append(_Pending(record, frame, future))
         self._write_soon()
         return future
 
+    def _require_open(self) -> None:
+        if self._broken is not None or self._closed:
+            raise self._broken or StorageError(f"{self._paths.root} is closed")
+
     async def seal(self) -> None:
         """Seals everything that is durable; returns when it is in batches. Raises `StorageError`."""
-        if self._closed:
-            raise self._broken or StorageError(f"{self._paths.root} is closed")
+        self._require_open()
         self._write_soon(rotate=True)
         await self._at_rest()
         if self._broken is not None:
@@ -177,13 +178,11 @@ class StoreWriter:
         if self._failed is None or self._closed:
             return
         try:
-            if seal and self._broken is None:
+            if seal:
                 await self.seal()
         finally:
             self._closed = True
             await finish_despite_cancellation(self._end())
-        if seal and self._broken is not None:
-            raise self._broken
 
     async def _end(self) -> None:
         await self._at_rest()
@@ -207,13 +206,13 @@ class StoreWriter:
     def _write_soon(self, *, rotate: bool = False) -> None:
         if self._idle is not None:
             self._idle.cancel()
-        self._rotate_asked = self._rotate_asked or rotate
+        self._rotates = self._rotates or rotate
         if self._writing is None:
             self._writing = asyncio.ensure_future(self._write())
 
     async def _write(self) -> None:
         """Writes what waits, group by group; closes the journal when it is full or that is asked for."""
-        while self._waiting or self._rotate_asked:
+        while self._waiting or self._rotates:
             group = self._next_group()
             written = await self._in_thread(self._write_thread, partial(self._write_group, group))
             for future in (pending.future for pending in group if not pending.future.done()):
@@ -222,8 +221,8 @@ class StoreWriter:
                 else:
                     assert self._broken is not None
                     future.set_exception(self._broken)
-            rotate = self._rotate_asked and not self._waiting
-            self._rotate_asked = self._rotate_asked and not rotate
+            rotate = self._rotates and not self._waiting
+            self._rotates = self._rotates and not rotate
             full = rotate or self._is_full(self.journal_rows, self._journal_bytes)
             if self.journal_rows and full and await self._in_thread(self._write_thread, self._close_journal):
                 self._seal_soon(self._journal_number)
@@ -232,15 +231,13 @@ class StoreWriter:
 
     def _next_group(self) -> list[_Pending]:
         """Takes what is made durable together: what waits, until the journal is full."""
-        rows, size, end = self.journal_rows, self._journal_bytes, 0
-        for pending in self._waiting[:_GROUP_ROLLOUTS]:
+        rows, size, group = self.journal_rows, self._journal_bytes, list[_Pending]()
+        while self._waiting and len(group) < _GROUP_ROLLOUTS:
             if self._is_full(rows, size) and self._broken is None:
                 break
-            end += 1
-            if isinstance(pending.record, EncodedRollout):
-                rows += pending.record.rows
-                size += pending.record.raw_bytes
-        group, self._waiting = self._waiting[:end], self._waiting[end:]
+            group.append(self._waiting.popleft())
+            if isinstance(record := group[-1].record, EncodedRollout):
+                rows, size = rows + record.rows, size + record.raw_bytes
         return group
 
     def _is_full(self, rows: int, size: int) -> bool:
@@ -265,13 +262,12 @@ class StoreWriter:
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            self._break(error)
+            if self._broken is None:
+                self._break(error)
             return False
         return True
 
     def _break(self, error: BaseException) -> None:
-        if self._broken is not None:
-            return
         if isinstance(error, StorageError):
             self._broken = error
         else:
@@ -291,9 +287,16 @@ class StoreWriter:
         rollouts = [pending.frame for pending in group if isinstance(pending.record, EncodedRollout)]
         failures = [pending.frame for pending in group if isinstance(pending.record, Failure)]
         if rollouts:
-            self._open_journal().append_durably(b"".join(rollouts))
+            if self._journal is None:
+                self._journal_number, self._next_number = self._next_number, self._next_number + 1
+                self._journal = JournalFile(self._paths.journal(self._journal_number), self._run_id)
+            self._journal.append_durably(b"".join(rollouts))
         if failures:
-            self._open_failure_journal().append_durably(b"".join(failures))
+            if self._failure_journal is None:
+                path = next(reversed(self._paths.failure_files()), self._paths.failures / "000000.rsj")
+                end = path.stat().st_size if path.exists() else None
+                self._failure_journal = JournalFile(path, self._run_id, resume_at=end)
+            self._failure_journal.append_durably(b"".join(failures))
         state = self._run.state
         for record in (pending.record for pending in group):
             if isinstance(record, Failure):
@@ -304,22 +307,6 @@ class StoreWriter:
             state.rows += record.rows
             self.journal_rows += record.rows
             self._journal_bytes += record.raw_bytes
-
-    def _open_journal(self) -> JournalFile:
-        if self._journal is None:
-            number = self._next_number
-            self._journal = JournalFile(self._paths.journal(number), self._run_id)
-            self._journal_number = number
-            self._next_number += 1
-        return self._journal
-
-    def _open_failure_journal(self) -> JournalFile:
-        if self._failure_journal is None:
-            files = self._paths.failure_files()
-            path = files[-1] if files else self._paths.failures / "000000.rsj"
-            end = path.stat().st_size if files else None
-            self._failure_journal = JournalFile(path, self._run_id, resume_at=end)
-        return self._failure_journal
 
     def _close_journal(self) -> None:
         """Closes the journal, to be sealed. The next one is opened when it is needed."""
@@ -332,12 +319,12 @@ class StoreWriter:
     # -- in the thread that seals
 
     def _seal(self, number: int) -> None:
-        journal = self._paths.journal(number)
-        report = seal_journal(journal, self._paths.batch(number), self._run_id, self._run.manifest.logprobs)
+        journal, batch = self._paths.journal(number), self._paths.batch(number)
+        report = seal_journal(journal, batch, self._run_id, self._run.manifest.logprobs)
         if report.damage or report.torn:
             raise StorageError(
                 f"{journal} changed under the run ({report.damage or 'torn'}); its whole frames are in "
-                f"{self._paths.batch(number).name}. Run the same command again: it quarantines that file."
+                f"{batch.name}. Run the same command again: it quarantines that file."
             )
         journal.unlink()
         sync_folder(journal.parent)

@@ -18,8 +18,7 @@ from rollstream.evaluate.compare import pair_prompts
 from rollstream.evaluate.metrics import SOLVED_AT, SUMS_MAY_OVERFLOW, Estimate, mean_of_sums
 from rollstream.store.arrow import to_arrow
 from rollstream.store.columns import Array, RunColumns
-from rollstream.store.records import FailureRecord
-from rollstream.trajectory import failure_cause
+from rollstream.trajectory import Failure, failure_cause
 
 _BINS: Final = 24
 _STRIP: Final = 2000
@@ -248,7 +247,7 @@ def _failures(rows: RunColumns) -> list[dict[str, Any]]:
     """Failures by cause, the most frequent first, with the first of each."""
     failures = rows.failures()
     causes = [(failure_cause(one.error), one.stage) for one in failures]
-    first: dict[tuple[str, str], FailureRecord] = {}
+    first: dict[tuple[str, str], Failure] = {}
     for cause, one in zip(causes, failures, strict=True):
         if cause not in first or (one.traceback and not first[cause].traceback):
             first[cause] = one
