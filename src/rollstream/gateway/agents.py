@@ -233,8 +233,8 @@ def shared_endpoint(
 ) -> SharedEndpoint:
     """The endpoint of a worker's agents."""
     limit = resources.max_model_len or resources.engine.capabilities.max_model_len
-    chosen = {"client_sampling": settings.client_sampling, "strict": settings.strict}
-    return SharedEndpoint(lambda: Endpoint(MODEL, limit, **chosen), beside)
+    sampling, strict = settings.client_sampling, settings.strict
+    return SharedEndpoint(lambda: Endpoint(MODEL, limit, client_sampling=sampling, strict=strict), beside)
 
 
 def shown_row(row: Mapping[str, Any], image_urls: Sequence[str] = ()) -> dict[str, Any]:

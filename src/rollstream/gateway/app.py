@@ -17,7 +17,7 @@ import secrets
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,35 +105,28 @@ class _Open:
     """Answers by their ids, and whether their conversation begins with instructions."""
 
 
+@dataclass(eq=False)
 class Endpoint:
     """The routes of all sessions, and a server for them."""
 
-    def __init__(
-        self,
-        model: str,
-        max_model_len: int | None,
-        *,
-        client_sampling: bool = False,
-        strict: bool = False,
-        max_sessions: int = 4096,
-    ) -> None:
-        """Args:
-        model: what the model is called.
-        max_model_len: told to those who ask what the model can take.
-        client_sampling: whether clients choose how their calls are sampled; else the run's sampling wins.
-        strict: refuse requests that would not be done as asked; False: note it where no answer would change.
-        max_sessions: that may be open at once.
-        """
-        self._model = model
-        self._max_model_len = max_model_len
-        self._client_sampling = client_sampling
-        self._strict = strict
-        self._max_sessions = max_sessions
+    model: str
+    """What the model is called."""
+    max_model_len: int | None
+    """Told to those who ask what the model can take."""
+    _: KW_ONLY
+    client_sampling: bool = False
+    """Whether clients choose how their calls are sampled; else the run's sampling wins."""
+    strict: bool = False
+    """Refuse requests that would not be done as asked; else note it where no answer would change."""
+    max_sessions: int = 4096
+    """That may be open at once."""
+    url: str = ""
+    """The address by which clients reach it, without a path; known while it serves."""
+
+    def __post_init__(self) -> None:
         self._sessions: dict[str, _Open] = {}
         self._logged: set[str] = set()
         self._server: WebServer
-        self.url = ""
-        """The address by which clients reach it, without a path; known while it serves."""
 
     @contextmanager
     def open(self, recorder: Recorder, secret: str | None = None) -> Iterator[str]:
@@ -149,8 +142,8 @@ class Endpoint:
         Raises:
             HTTPError: too many sessions are open.
         """
-        if len(self._sessions) >= self._max_sessions:
-            raise HTTPError(503, f"{self._max_sessions} sessions are open already: try again", "busy")
+        if len(self._sessions) >= self.max_sessions:
+            raise HTTPError(503, f"{self.max_sessions} sessions are open already: try again", "busy")
         secret = secret or secrets.token_urlsafe(32)
         session = self._sessions[secret] = _Open(recorder)
         try:
@@ -241,7 +234,7 @@ class Endpoint:
         _check_depth(body)
         is_side_call = _says_side_call(body, request)
         with recorder.noting():
-            asked = wire.read(body, images=recorder.takes_images, strict=self._strict)
+            asked = wire.read(body, images=recorder.takes_images, strict=self.strict)
             recorder.check_length(asked.messages, asked.tools)
         return asked, is_side_call
 
@@ -264,7 +257,7 @@ class Endpoint:
             if completion.finish_reason == "abort":
                 # Cut off by an abort: for the client an answer that is not whole.
                 completion = replace(completion, finish_reason="length")
-            return Answer(turn.name, self._model, prompt_ids, turn.message, completion, turn.stop)
+            return Answer(turn.name, self.model, prompt_ids, turn.message, completion, turn.stop)
 
         if asked.stream:
             return await _stream(wire, asked, answered(), request)
@@ -281,12 +274,12 @@ class Endpoint:
         if asked.logprobs and not recorder.sampling.logprobs:
             raise RequestError("the run keeps no log-probs (calculate_log_probs)", param="logprobs")
         notes = dict(asked.notes)
-        if asked.model not in (None, self._model):
+        if asked.model not in (None, self.model):
             notes["model"] = asked.model
         wishes = {
             key: value for key, value in asked.sampling.items() if not _is_met(key, value, recorder.sampling)
         }
-        sampling = _sampling(wishes, recorder) if self._client_sampling and wishes else None
+        sampling = _sampling(wishes, recorder) if self.client_sampling and wishes else None
         if sampling is None:
             notes |= wishes
         shown = {_short(key): _short(value) for key, value in notes.items()}
@@ -320,7 +313,7 @@ class Endpoint:
         def read(body: dict[str, Any]) -> Asked:
             _check_depth(body)
             body = {"max_tokens": 1, **body}
-            asked = _WIRES["messages"].read(body, images=recorder.takes_images, strict=self._strict)
+            asked = _WIRES["messages"].read(body, images=recorder.takes_images, strict=self.strict)
             recorder.check_length(asked.messages, asked.tools)
             return asked
 
@@ -332,19 +325,19 @@ class Endpoint:
         if "secret" in request.params:
             self._session(request)
         model = {
-            "id": self._model,
+            "id": self.model,
             "object": "model",
             "created": 0,
             "owned_by": "rollstream",
             "type": "model",
-            "display_name": self._model,
+            "display_name": self.model,
             "created_at": "1970-01-01T00:00:00Z",
-            "max_model_len": self._max_model_len,
-            "max_input_tokens": self._max_model_len,
+            "max_model_len": self.max_model_len,
+            "max_input_tokens": self.max_model_len,
         }
         if "name" in request.params:
             return json_response(model)
-        page = {"has_more": False, "first_id": self._model, "last_id": self._model}
+        page = {"has_more": False, "first_id": self.model, "last_id": self.model}
         return json_response({"object": "list", "data": [model], **page})
 
     async def _other(self, request: Request) -> web.Response:

@@ -7,7 +7,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain, groupby, pairwise
 from typing import Any
 
@@ -74,30 +74,26 @@ class Call:
     """Whether the client says so."""
 
 
+@dataclass(eq=False)
 class Recorder:
     """Answers the calls of one agent in one attempt at a rollout. `answer` may be called many times at once."""
 
-    def __init__(
-        self,
-        loop: AgentLoop,
-        sampling: SamplingParams,
-        *,
-        name: str,
-        broken: "asyncio.Future[Exception]",
-        limits: SessionLimits | None = None,
-        engine_wait: float = 0.0,
-    ) -> None:
-        """Args:
-        loop: of the attempt; its engine, template and limits are used, its metrics count.
-        sampling: of the rollout.
-        name: request ids begin with it.
-        broken: is given the first error that is not the agent's to handle: the engine's, or a bug.
-        limits: of the session.
-        engine_wait: seconds that a call waits while no engine is there, before that is `broken`.
-        """
-        self.sampling = sampling
-        self._templates = _Templates(loop)
-        self.session = Session(self._templates, name=name, logprobs=sampling.logprobs)
+    loop: AgentLoop
+    """Of the attempt; its engine, template and limits are used, its metrics count."""
+    sampling: SamplingParams
+    """Of the rollout."""
+    _: KW_ONLY
+    name: str
+    """Request ids begin with it."""
+    broken: "asyncio.Future[Exception]"
+    """Is given the first error that is not the agent's to handle: the engine's, or a bug."""
+    limits: SessionLimits = SessionLimits()
+    engine_wait: float = 0.0
+    """Seconds that a call waits while no engine is there, before that is `broken`."""
+
+    def __post_init__(self) -> None:
+        self._templates = _Templates(self.loop)
+        self.session = Session(self._templates, name=self.name, logprobs=self.sampling.logprobs)
         self.refusal: Exception | None = None
         """Why the last refused call was refused: a fault of the call itself."""
         self.ran_out_of_room = False
@@ -106,22 +102,18 @@ class Recorder:
         """Whether the final trajectory is no more than the newest, see `Branches`."""
         self.tokens = 0
         """Sampled so far."""
-        self._loop = loop
-        self._broken = broken
-        self._limits = limits or SessionLimits()
-        self._engine_wait = engine_wait
         self._notes: dict[str, Any] = {}
         self._noted: set[str] = set()
 
     @property
     def capabilities(self) -> Capabilities:
         """The engine's."""
-        return self._loop.resources.engine.capabilities
+        return self.loop.resources.engine.capabilities
 
     @property
     def takes_images(self) -> bool:
         """Whether messages may have images."""
-        return self._loop.resources.images is not None
+        return self.loop.resources.images is not None
 
     @property
     def calls(self) -> int:
@@ -156,8 +148,8 @@ class Recorder:
             own_prompt = isinstance(error, DataError) and not self.session.begun
             if isinstance(error, HTTPError | ConfigError | DataError) and not own_prompt:
                 self.refusal = error
-            elif not self._broken.done():
-                self._broken.set_result(error)
+            elif not self.broken.done():
+                self.broken.set_result(error)
             raise
 
     async def answer(
@@ -198,7 +190,7 @@ class Recorder:
                 is_first = ask.segment.is_first
                 place = ask.number - 1 if is_first else int.from_bytes(ask.path[:6], "little")
                 sampling = replace(sampling, seed=turn_seed(sampling.seed, place))
-            in_thinking = self._loop.resources.template.in_thinking(context)
+            in_thinking = self.loop.resources.template.in_thinking(context)
             completion = await self._generate(context, sampling, ask, gone)
             message, stop = self._read(completion, ask, call, in_thinking=in_thinking)
             if gone():
@@ -268,7 +260,7 @@ class Recorder:
         return trajectory
 
     def _admit(self, call: Call) -> None:
-        session, limits = self.session, self._limits
+        session, limits = self.session, self.limits
         size = session.size + sum(map(len, self._templates.images.values()))
         if session.begun >= limits.calls or size > limits.bytes:
             raise HTTPError(
@@ -284,7 +276,7 @@ class Recorder:
         Raises:
             HTTPError: it is.
         """
-        resources = self._loop.resources
+        resources = self.loop.resources
         limit = resources.max_model_len
         if limit is None or (not self.session.begun and resources.prompts.truncation != "error"):
             return  # the rollout's own prompt is cut
@@ -303,7 +295,7 @@ class Recorder:
         Raises:
             HTTPError: the model sees none, or one cannot be read.
         """
-        reader, kept = self._loop.resources.images, self._templates.images
+        reader, kept = self.loop.resources.images, self._templates.images
         if reader is None:
             raise HTTPError(400, "this model is shown no images here", where="messages")
 
@@ -353,14 +345,14 @@ class Recorder:
         """Asks the engine, and waits for it while it is away."""
         clock = asyncio.get_running_loop().time
         away_since, backoff = None, Backoff(_FIRST_PROBE_S, _PROBE_S_MAX)
-        exact = self._loop.resources.token_exact
+        exact = self.loop.resources.token_exact
         while True:
             try:
                 # Calls that are open at once have ids and images of their own. `generate` reads them before it
                 # waits.
-                self._loop.request_id = ask.request_id
-                self._loop.images = self._templates.images_of(ask.messages) if self.takes_images else []
-                return await self._loop.generate(
+                self.loop.request_id = ask.request_id
+                self.loop.images = self._templates.images_of(ask.messages) if self.takes_images else []
+                return await self.loop.generate(
                     context,
                     sampling,
                     messages=None if exact else ask.messages,
@@ -369,18 +361,18 @@ class Recorder:
                 )
             except EngineUnavailableError:
                 away_since = clock() if away_since is None else away_since
-                if clock() - away_since >= self._engine_wait or gone():
+                if clock() - away_since >= self.engine_wait or gone():
                     raise
-            while clock() - away_since < self._engine_wait:
+            while clock() - away_since < self.engine_wait:
                 await asyncio.sleep(backoff.pause())
                 with suppress(EngineUnavailableError, TimeoutError):
                     async with asyncio.timeout(10 * _PROBE_S_MAX):
-                        if await self._loop.resources.engine.health():
+                        if await self.loop.resources.engine.health():
                             break
 
     def _sampling_of(self, call: Call, prompt_tokens: int, response_tokens: int) -> SamplingParams:
-        resources, run = self._loop.resources, call.sampling or self.sampling
-        room = self._loop.room(prompt_tokens, response_tokens)
+        resources, run = self.loop.resources, call.sampling or self.sampling
+        room = self.loop.room(prompt_tokens, response_tokens)
         if room < 1:
             self.ran_out_of_room = True
             raise HTTPError(
@@ -408,7 +400,7 @@ class Recorder:
 
         Only calls that can be executed are `tool_calls`.
         """
-        resources, tokenizer = self._loop.resources, self._loop.tokenizer
+        resources, tokenizer = self.loop.resources, self.loop.tokenizer
         if completion.message is not None:
             message = {**completion.message, "content": completion.message.get("content") or ""}
             if calls := message.pop("tool_calls", None):

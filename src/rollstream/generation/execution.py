@@ -16,7 +16,6 @@ from rollstream.engine.base import Engine, HasReplicas
 from rollstream.engine.launch.engine import LaunchedEngine
 from rollstream.engine.launch.plan import OWN_KEYS, replica_resources
 from rollstream.engine.pool import PoolEngine
-from rollstream.engine.ray_package import import_ray
 from rollstream.engine.registry import engine_kind, replica_maker
 from rollstream.errors import ConfigError, EngineError
 from rollstream.generation.plan import Plan, executor_elsewhere, runs_in_workers
@@ -225,28 +224,15 @@ async def start_in_workers(
     if settings.generation.executor != "local":
         if not on_ray:  # after the engine: what is wrong with that shows sooner
             await join_cluster(start)
-        claimed = _claimed_cpus(plan, engine) if on_ray else 0.0
+        claimed = 0.0  # CPUs that replicas hold
+        if isinstance(engine, LaunchedEngine) and on_ray:
+            claimed = len(engine.supervisors) * replica_resources(settings.ray_kwargs.replica).get("CPU", 0.0)
         workers = rollout.agent.num_workers or default_workers(claimed)
         options = dict(settings.ray_kwargs.worker)
         if urls is not None and not on_ray:
             options = {"scheduling_strategy": here(), **options}  # launched servers listen on this machine
         backend = RayBackend(next_recipe, options)
     return await start.start_executor(backend, engine, workers=workers, urls=urls)
-
-
-def _claimed_cpus(plan: Plan, engine: Engine | None) -> float:
-    """CPUs of the cluster that replicas hold. Raises `ConfigError` when they leave none for a worker."""
-    assert isinstance(engine, LaunchedEngine)
-    each = replica_resources(plan.settings.ray_kwargs.replica).get("CPU", 0.0)
-    claimed = len(engine.supervisors) * each
-    total = float(import_ray().cluster_resources().get("CPU", 0.0))
-    if total - claimed < (needed := plan.settings.ray_kwargs.worker.get("num_cpus", 1)):
-        raise ConfigError(
-            f"the cluster has {total:g} CPUs, of which {len(engine.supervisors)} replicas claim {each:g} each: that "
-            f"leaves no worker the {needed} that it needs. Lower ray_kwargs.replica.num_cpus or "
-            "ray_kwargs.worker.num_cpus, or set generation.executor=local"
-        )
-    return claimed
 
 
 def worker_config(config: DictConfig, workers: int, urls: Callable[[], Sequence[str]] | None) -> str:

@@ -135,6 +135,4 @@ class _RunThread:
 
     def _pause_or_resume(self) -> None:
         if self._executor is not None:
-            full = self._rollouts.qsize() >= self._ahead
-            if full != self._executor.paused:
-                self._executor.paused = full
+            self._executor.pause(self._rollouts.qsize() >= self._ahead)

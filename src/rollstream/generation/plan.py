@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import rollstream
 from rollstream import plugins
-from rollstream.chat.tool_schema import schema_digest, schema_json, with_row_tools
+from rollstream.chat.tool_schema import schema_digest, schema_json
 from rollstream.config.load import to_settings, to_stored_yaml
 from rollstream.config.settings import Settings
 from rollstream.daemon_threads import in_daemon_thread
@@ -99,12 +99,9 @@ class Plan:
         """The agent loops that rows use."""
         return _loop_names(self.settings, self.dataset)
 
-    def loop_name(self, row: PromptRow) -> str:
-        return row.agent_name or self.settings.actor_rollout_ref.rollout.agent.default_agent_loop
-
     def prompt_tools(self, row: PromptRow) -> list[dict[str, Any]] | None:
         """Schemas that a row's prompt shows; None if there are none."""
-        return _prompt_tools(self.setup, row)
+        return self.setup.prompt_tools(row)
 
     @property
     def scored_sources(self) -> list[str]:
@@ -162,8 +159,8 @@ class Plan:
             prompts=[self.dataset.given_prompt(index) for index in indices],
         ):
             logger.warning("%s", line)
-        rows, errors = [int(index) for index in self.dataset.order[:_TRIED_ROWS]], []
-        for index in rows:
+        errors = []
+        for index in indices[:_TRIED_ROWS]:
             row = self.dataset.row(index)
             if row.images:
                 return  # reading images takes its time; what is wrong with them shows in each rollout
@@ -173,8 +170,10 @@ class Plan:
                 )
             except DataError as error:
                 errors.append(f"{self.dataset.location(index)}: {error}")
-        if errors and len(errors) == len(rows):
-            raise ConfigError(f"none of the first {len(rows)} prompts can be used; {errors[0]}")
+            else:
+                return
+        if errors:
+            raise ConfigError(f"none of the first {len(errors)} prompts can be used; {errors[0]}")
 
     def say_unscored(self) -> None:
         """Logs which rows no reward rule knows."""
@@ -249,10 +248,18 @@ async def make_plan(
     say("loading tools and agent loops")
     agents, settings = await load_agents(settings), to_settings(config)
     say("reading the prompts")
-    known = known_dataset(run_dir_manifest)
+    known = None  # facts about the rows, for files that did not change
+    if run_dir_manifest is not None and (facts := run_dir_manifest.dataset).get("files"):
+        known = KnownDataset(
+            facts["files"],
+            facts["fingerprint"],
+            frozenset(facts["agent_names"]),
+            facts["has_images"],
+            facts.get("data_sources", {}),
+        )
     dataset = await in_daemon_thread(partial(load_prompts, settings.data, known=known, rows=given.prompts))
     has_ids = has_tokenizer(settings)
-    check_exports(settings.generation.export, has_ids=has_ids)
+    _check_exports(settings.generation.export, has_ids=has_ids)
     if has_ids:
         say("loading the tokenizer")
     reward, how = None, settings.custom_reward_function
@@ -269,39 +276,21 @@ def resolve(config: DictConfig, say: Say = lambda what: None) -> DictConfig:
     if resolved.train_tasks:
         say("making the tasks' rows")
     resolve_tasks_into_config(resolved)
-    check_exports(to_settings(resolved).generation.export)
+    _check_exports(to_settings(resolved).generation.export)
     return resolved
 
 
-def check_exports(names: Collection[str], *, has_ids: bool = True) -> None:
-    """Raises `ConfigError` when an export of `generation.export` could not be written at the end.
-
-    Args:
-        names: the formats.
-        has_ids: whether the run has a tokenizer.
-    """
+def _check_exports(names: Collection[str], *, has_ids: bool = True) -> None:
+    """Raises `ConfigError` when a format of `generation.export` could not be written at the end."""
     for name in names:
         export_format(name)
     if "dataproto" in names:
         check_packages()
         if not has_ids:
             raise ConfigError(
-                "generation.export=dataproto needs token ids, and without a tokenizer there are none: set "
-                "actor_rollout_ref.model.tokenizer_path"
+                "generation.export=dataproto needs token ids, and without a tokenizer there are none "
+                "(actor_rollout_ref.model.tokenizer_path)"
             )
-
-
-def known_dataset(manifest: Manifest | None) -> KnownDataset | None:
-    """The facts about the rows that a manifest has, for files that did not change."""
-    if manifest is None or not (facts := manifest.dataset).get("files"):
-        return None
-    return KnownDataset(
-        facts["files"],
-        facts["fingerprint"],
-        frozenset(facts["agent_names"]),
-        facts["has_images"],
-        facts.get("data_sources", {}),
-    )
 
 
 def _make_plan(config: DictConfig, setup: RolloutSetup, dataset: PromptDataset, say: Say) -> Plan:
@@ -331,7 +320,7 @@ def _make_plan(config: DictConfig, setup: RolloutSetup, dataset: PromptDataset, 
         say(f"looking for prompts of more than {rollout.prompt_length} tokens")
         overlong = filter_overlong(
             dataset,
-            lambda rows: setup.prompts.lengths(rows, partial(_prompt_tools, setup)),
+            lambda rows: setup.prompts.lengths(rows, setup.prompt_tools),
             rollout.prompt_length,
         )
         logger.info("left out %d of %d prompts that are too long", overlong.removed, overlong.checked)
@@ -358,15 +347,6 @@ def _make_plan(config: DictConfig, setup: RolloutSetup, dataset: PromptDataset, 
 
 def _loop_names(settings: Settings, dataset: PromptDataset) -> list[str]:
     return sorted({settings.actor_rollout_ref.rollout.agent.default_agent_loop, *dataset.agent_names()})
-
-
-def _prompt_tools(setup: RolloutSetup, row: PromptRow) -> list[dict[str, Any]] | None:
-    rollout = setup.settings.actor_rollout_ref.rollout
-    show = rollout.multi_turn.show_tools
-    own = setup.agents.prompt_tools(row.agent_name or rollout.agent.default_agent_loop, show_tools=show)
-    if own is not None and not show:
-        return own
-    return with_row_tools(setup.prompts.tools if own is None else own, row.columns.get("tools"))
 
 
 def manifest_for(

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -271,32 +271,26 @@ def check_run_directory(plan: Plan, manifest: Manifest | None) -> tuple[Manifest
     return adopted, nothing_done
 
 
+@dataclass(eq=False)
 class _Run:
     """One open run while it executes; the sink of its executor."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        directory: RunDirectory,
-        reporter: Reporter,
-        waits: Waits,
-        stop: StopSignals,
-        on_rollout: OnRollout | None,
-    ) -> None:
-        self._plan = plan
-        self._settings = plan.settings.generation
-        self._directory = directory
-        self._reporter = reporter
-        self._metrics = reporter.metrics
-        self._waits = waits
-        self._stop = stop
-        self._on_rollout = on_rollout
+    plan: Plan
+    directory: RunDirectory
+    reporter: Reporter
+    waits: Waits
+    stop: StopSignals
+    on_rollout: OnRollout | None
+
+    def __post_init__(self) -> None:
+        self._settings = settings = self.plan.settings.generation
+        self._metrics = self.reporter.metrics
         self._codec = RecordCodec()
-        self._failing = FailureStreak(self._settings.stop_after_failures, len(plan.dataset.order))
+        self._failing = FailureStreak(settings.stop_after_failures, len(self.plan.dataset.order))
         self._writer = StoreWriter(
-            directory,
-            save_batch_size=self._settings.save_batch_size,
-            pull_timeout=self._settings.pull_timeout,
+            self.directory,
+            save_batch_size=settings.save_batch_size,
+            pull_timeout=settings.pull_timeout,
             on_sealed=self._write_checkpoint,
         )
         self._executor: Executor | None = None
@@ -308,7 +302,7 @@ class _Run:
 
     async def execute(self, console: Console, on_ready: OnExecutor) -> None:
         """Generates what is owed and seals it."""
-        plan, state, order = self._plan, self._directory.state, self._plan.dataset.order
+        plan, state, order = self.plan, self.directory.state, self.plan.dataset.order
         for line in (*state.damage, *state.restored):
             logger.warning("damaged, or restored: %s", line)
         if state.torn:
@@ -323,7 +317,7 @@ class _Run:
             failed,
             owed,
             plan.settings.actor_rollout_ref.rollout.name,
-            self._directory.paths.root / "config.yaml",
+            self.directory.paths.root / "config.yaml",
         )
         self._write_checkpoint()
         self._writer.start()
@@ -337,36 +331,36 @@ class _Run:
             await self._writer.close(seal=generated)
             await shown.aclose()
             self._write_checkpoint()
-            self._reporter.sealed(
+            self.reporter.sealed(
                 unsealed_rows=self._writer.pending_rows, saved_batches=self._writer.saved_batches
             )
 
     async def finish(self, elapsed: float) -> GenerationResult:
         """Merges, exports and uploads. `elapsed`: seconds so far."""
-        plan, run, state, stop = self._plan, self._directory, self._directory.state, self._stop
+        plan, run, state, stop = self.plan, self.directory, self.directory.state, self.stop
         artifact_rows, not_exported, uploaded = 0, None, None
         complete = stop.signal is None and self._gave_up is None and bool(state.rows)
         if complete and self._settings.final_merge:
             try:
-                self._waits.begin("merging")
+                self.waits.begin("merging")
                 keep = self._settings.keep_batches
                 artifact_rows = await self._interruptible(
                     lambda cancelled: run.merge(keep_batches=keep, cancelled=cancelled)
                 )
                 if not keep:
                     self._write_checkpoint()
-                self._waits.begin("exporting")
+                self.waits.begin("exporting")
                 not_exported = await self._export()
             except StoppedEarly:
                 logger.info("stopped while merging; the same command merges again")
         if self._settings.upload_artifact and complete and stop.signal is None:
             self._succeeded = not_exported is None
             await self.end_reports()  # W&B takes an artifact by a run that is opened for it
-            self._waits.begin("uploading the trajectories (Ctrl-C leaves them here)")
+            self.waits.begin("uploading the trajectories (Ctrl-C leaves them here)")
             uploaded = await upload_trajectories(
                 self._tracked(), self._settings.upload_artifact, merged=self._settings.final_merge, stop=stop
             )
-        self._waits.begin(None)
+        self.waits.begin(None)
         if not_exported is not None:  # only now: what hinders an export is no reason not to upload
             raise not_exported
         done, failed = state.keys.count(plan.dataset.order)
@@ -400,9 +394,9 @@ class _Run:
 
     async def end_reports(self) -> None:
         """Lets trackers write what is left."""
-        self._waits.begin("waiting for trackers to take the last reports (Ctrl-C shortens that)")
-        await self._reporter.close(succeeded=self._succeeded, stop=self._stop.requested)
-        self._waits.begin(None)
+        self.waits.begin("waiting for trackers to take the last reports (Ctrl-C shortens that)")
+        await self.reporter.close(succeeded=self._succeeded, stop=self.stop.requested)
+        self.waits.begin(None)
 
     def submit(self, result: Result) -> "asyncio.Future[None]":
         """See `Sink`. Cuts the run off when all that ended so far failed, before more of the kind is recorded."""
@@ -423,14 +417,14 @@ class _Run:
         # Not for a run with nothing left to do.
         from rollstream.generation.execution import Start, start_execution
 
-        plan, settings, directory, writer = self._plan, self._settings, self._directory, self._writer
+        plan, settings, directory, writer = self.plan, self._settings, self.directory, self._writer
         keys, order = directory.state.keys, plan.dataset.order
         async with AsyncExitStack() as stack:
-            self._waits.begin("starting the engine, and the workers")
+            self.waits.begin("starting the engine, and the workers")
             execution = await start_execution(
-                Start(plan, self, directory.paths.logs, self._stop, stack, self._count)
+                Start(plan, self, directory.paths.logs, self.stop, stack, self._count)
             )
-            self._waits.begin(None)
+            self.waits.begin(None)
             if plan.setup.sampling.logprobs:
                 directory.note_logprobs(execution.logprobs)
             executor = self._executor = execution.executor
@@ -445,7 +439,7 @@ class _Run:
                     total=plan.total,
                     done=done_before + self._window.completed,
                     failed=failed_before + keys.failed - all_failed_before,
-                    in_flight=self._window.in_flight,
+                    in_flight=executor.in_flight,
                     cap=executor.cap if executor.cap < limit else None,
                     unsealed_rows=writer.pending_rows,
                     saved_batches=writer.saved_batches,
@@ -458,12 +452,12 @@ class _Run:
                     replicas=execution.replicas(),
                 )
 
-            self._reporter.begin(self._tracked(), directory.manifest.created)
+            self.reporter.begin(self._tracked(), directory.manifest.created)
             on_ready(executor)
             work = asyncio.ensure_future(executor.run(keys.owed(order, retry_failed=settings.retry_failed)))
             companions = {
                 asyncio.ensure_future(self._stop_when_asked(executor)),
-                asyncio.ensure_future(self._reporter.run(observe, executor.stats.engine)),
+                asyncio.ensure_future(self.reporter.run(observe, executor.stats.engine)),
             }
             watched = {writer.failed, *companions}
             if settings.show_progress and "console" in plan.settings.trainer.logger:
@@ -487,7 +481,7 @@ class _Run:
         Returns the first error; further ones are logged. Raises `DamageError`, `StoppedEarly`.
         """
         first: ConfigError | StorageError | None = None
-        paths, pad_id = self._directory.paths, self._plan.setup.tokenizer.pad_id
+        paths, pad_id = self.directory.paths, self.plan.setup.tokenizer.pad_id
 
         def write(name: str, cancelled: Callable[[], bool]) -> int:
             options: dict[str, Any] = {}
@@ -497,10 +491,10 @@ class _Run:
                 paths.artifact,
                 name,
                 paths.root / file_name(name),
-                self._directory.manifest,
+                self.directory.manifest,
                 root=paths.root,
                 options=options,
-                images=self._plan.export_images,
+                images=self.plan.export_images,
                 cancelled=cancelled,
             )
 
@@ -519,15 +513,15 @@ class _Run:
         return first
 
     def _tracked(self) -> TrackedRun:
-        run = self._directory
-        return tracked_run(run.paths.root, run.manifest, asdict(self._plan.settings))
+        run = self.directory
+        return tracked_run(run.paths.root, run.manifest, asdict(self.plan.settings))
 
     async def _interruptible(self, work: Callable[[Callable[[], bool]], int]) -> int:
         """Runs `work` in a thread; told to stop, it has ended when this raises, so the lock may go."""
         cancelled = threading.Event()
         task = asyncio.ensure_future(in_daemon_thread(work, cancelled.is_set))
         try:
-            return await self._stop.unless_stopped(asyncio.shield(task))
+            return await self.stop.unless_stopped(asyncio.shield(task))
         except (StoppedEarly, asyncio.CancelledError):
             cancelled.set()
             await finish_despite_cancellation(asyncio.gather(task, return_exceptions=True))
@@ -536,8 +530,8 @@ class _Run:
     def _count(self, result: Result) -> None:
         if not isinstance(result, Failure):
             self._metrics.add(result)
-            if self._on_rollout is not None:
-                self._on_rollout(result if isinstance(result, Rollout) else self._codec.decode(result.body))
+            if self.on_rollout is not None:
+                self.on_rollout(result if isinstance(result, Rollout) else self._codec.decode(result.body))
             return
         self._metrics.add_failure(result)
         level = logging.WARNING if self._window.failed <= _FAILURES_SAID else logging.DEBUG
@@ -551,20 +545,20 @@ class _Run:
         )
 
     async def _stop_when_asked(self, executor: Executor) -> None:
-        await self._stop.requested.wait()
+        await self.stop.requested.wait()
         executor.stop()
         logger.warning(
             "stopping: nothing new is started; %d in flight get %g s to finish (again: stop at once)",
-            executor.counters.in_flight,
+            executor.in_flight,
             self._settings.grace_period,
         )
         await asyncio.sleep(self._settings.grace_period)
         executor.drop()
 
     def _write_checkpoint(self) -> None:
-        run = self._directory
+        run = self.directory
         try:
-            write_checkpoint(run.paths, run.manifest, run.state, total=self._plan.total)
+            write_checkpoint(run.paths, run.manifest, run.state, total=self.plan.total)
         except (OSError, RunDirectoryError) as error:
             logger.warning("cannot write checkpoint.json: %s", error)
 

@@ -1,4 +1,4 @@
-"""How many rollouts may be in flight: a pure policy (`ConcurrencyPolicy`) and the task that feeds it.
+"""How many rollouts may be in flight: a pure policy, which the executor feeds.
 
 The policy is told what was observed and answers with a cap. The cap begins at the user's number, which it never
 passes, shrinks on evidence of overload, and grows back where there is room:
@@ -19,18 +19,10 @@ What is none: a queue that comes and goes (rollouts come back from their tools t
 while the engine still takes in its first prompts, a few long answers, an outage, a window that is not full.
 """
 
-import asyncio
-import logging
-import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 from rollstream.engine.base import EngineLoad
-from rollstream.engine.load import ask_load
-from rollstream.rollout.stats import WorkerStats
-
-logger = logging.getLogger(__name__)
 
 _WINDOW_S = 10.0
 """Evidence is of the last so many seconds. The shortest queue in it is the one that stays, as in CoDel
@@ -94,9 +86,6 @@ _PATIENCE_S_MAX = 300.0
 EVERY_S = 2.0
 """Between observations: long against a step of an engine, short against an answer; a busy run asks a server
 for its metrics this often."""
-
-_LOGGED = 50
-"""Changes that are logged as they come, in a run that may have thousands; then only for the curious."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,59 +231,3 @@ class ConcurrencyPolicy:
             self._changed_at = self._seen[-1].at
             self._drained = False
             self._seen.clear()
-
-
-class Window(Protocol):
-    """A window whose places are counted: an executor."""
-
-    cap: int
-
-    @property
-    def in_flight(self) -> int: ...
-
-
-class ConcurrencyController:
-    """Keeps the cap of a window where the engine is busy and not overloaded.
-
-    Args:
-        maximum: rollouts in flight at most.
-        work: what is observed.
-    """
-
-    def __init__(self, maximum: int, work: WorkerStats) -> None:
-        self.policy = ConcurrencyPolicy(maximum)
-        self._changes = 0
-        self._work = work
-        self._returns = work.returns
-
-    async def run(self, window: Window) -> None:
-        """Works until it is cancelled."""
-        work = self._work
-        while True:
-            load = await ask_load(work.engine)
-            # An outage is no evidence, neither while it lasts nor in what was seen before it.
-            if work.is_available and work.returns == self._returns:
-                before, counts = self.policy.cap, work.counts
-                observation = Observation(
-                    at=time.monotonic(),
-                    in_flight=window.in_flight,
-                    calls=work.calls,
-                    finished=counts.finished,
-                    overloads=counts.overloads,
-                    # A rollout that hangs in a tool says nothing about the engine.
-                    timeouts=min(counts.timeouts, counts.cut_off),
-                    load=load,
-                )
-                window.cap = self.policy.observe(observation)
-                if window.cap != before:
-                    self._log(before)
-            else:
-                self._returns = work.returns
-                self.policy.interrupt()
-            await asyncio.sleep(EVERY_S)
-
-    def _log(self, before: int) -> None:
-        self._changes += 1
-        level = logging.INFO if self._changes <= _LOGGED else logging.DEBUG
-        policy = self.policy
-        logger.log(level, "%d rollouts in flight at most, %d before: %s", policy.cap, before, policy.reason)

@@ -27,8 +27,10 @@ from typing import Any, Protocol
 from rollstream.aio import Restarts, finish_despite_cancellation
 from rollstream.chat.images import as_bytes, is_file
 from rollstream.childproc import ChildDiedError
+from rollstream.engine.load import ask_load
 from rollstream.errors import DataError, EngineLostError, EngineUnavailableError, RollstreamError
-from rollstream.rollout.concurrency import ConcurrencyController
+from rollstream.rollout import concurrency
+from rollstream.rollout.concurrency import ConcurrencyPolicy, Observation
 from rollstream.rollout.stats import WorkerStats
 from rollstream.rollout.work_queue import WorkQueue
 from rollstream.rollout.worker import make_failure
@@ -119,9 +121,8 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class WindowCounters:
-    """What the executor holds, and what of it is durable."""
+    """What became of rollouts; those that completed or failed are durable."""
 
-    in_flight: int = 0
     completed: int = 0
     failed: int = 0
     dropped: int = 0
@@ -218,8 +219,7 @@ class Executor:
         self.counters = WindowCounters()
         self.deaths = 0
         """Workers that ended while they were wanted."""
-        self._cap = self.max_in_flight
-        self._controller = ConcurrencyController(self._cap, self.stats) if self.adaptive else None
+        self._policy = ConcurrencyPolicy(self.max_in_flight)
         self._slots: list[_Slot] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._commits: set[asyncio.Future[None]] = set()
@@ -234,24 +234,13 @@ class Executor:
     @property
     def cap(self) -> int:
         """Rollouts in flight at most, now."""
-        return self._cap
+        return self._policy.cap
 
-    @cap.setter
-    def cap(self, cap: int) -> None:
-        self._cap = cap
-        if self._queue is not None:
-            self._queue.cap = cap
+    def pause(self, paused: bool) -> None:
+        """While it is paused nothing is begun; what is in flight goes on."""
+        if paused != self._paused:
+            self._paused = paused
             self._pump_soon()
-
-    @property
-    def paused(self) -> bool:
-        """Whether nothing is begun for now; what is in flight goes on."""
-        return self._paused
-
-    @paused.setter
-    def paused(self, paused: bool) -> None:
-        self._paused = paused
-        self._pump_soon()
 
     @property
     def in_flight(self) -> int:
@@ -296,15 +285,15 @@ class Executor:
         """
         if not self._slots:
             await self.start()
-        self._queue = queue = WorkQueue(keys, cap=self._cap, max_charges=self.max_attempts)
+        self._queue = queue = WorkQueue(keys, cap=self.cap, max_charges=self.max_attempts)
         for number in self.pids:
             queue.add(number)
         self._ended.clear()
         if self._stopping:
             queue.stop()
         waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._ended.wait())]
-        if self._controller is not None:
-            waiting.append(asyncio.ensure_future(self._controller.run(self)))
+        if self.adaptive:
+            waiting.append(asyncio.ensure_future(self._adapt(queue)))
         self._pump()
         try:
             await asyncio.wait({*waiting, self._failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -315,7 +304,6 @@ class Executor:
             await finish_despite_cancellation(self._settle(queue, waiting))
             self._queue = None
             self.counters.dropped += queue.at_workers
-            self.counters.in_flight = 0
 
     async def _settle(self, queue: WorkQueue, companions: Sequence[asyncio.Future[Any]]) -> None:
         """Nothing is in flight when this returns; what is in the sink's hands is durable, and counted."""
@@ -328,6 +316,38 @@ class Executor:
         while self._commits:
             await asyncio.wait(set(self._commits))
             await asyncio.sleep(0)
+
+    async def _adapt(self, queue: WorkQueue) -> None:
+        """Keeps the cap where the engine is busy and not overloaded, until it is cancelled."""
+        work, policy, returns = self.stats, self._policy, self.stats.returns
+        while True:
+            load = await ask_load(work.engine)
+            # An outage is no evidence, neither while it lasts nor in what was seen before it.
+            if work.is_available and work.returns == returns:
+                before, counts = policy.cap, work.counts
+                policy.observe(
+                    Observation(
+                        at=time.monotonic(),
+                        in_flight=queue.in_flight,
+                        calls=work.calls,
+                        finished=counts.finished,
+                        overloads=counts.overloads,
+                        # A rollout that hangs in a tool says nothing about the engine.
+                        timeouts=min(counts.timeouts, counts.cut_off),
+                        load=load,
+                    )
+                )
+                if policy.cap != before:
+                    level = logging.INFO if policy.cap < before else logging.DEBUG
+                    logger.log(
+                        level, "%d in flight at most, %d before: %s", policy.cap, before, policy.reason
+                    )
+                    queue.cap = policy.cap
+                    self._pump_soon()
+            else:
+                returns = work.returns
+                policy.interrupt()
+            await asyncio.sleep(concurrency.EVERY_S)
 
     def stop(self) -> None:
         """Gives out nothing more; what is in flight goes on. Idempotent."""
@@ -398,7 +418,6 @@ class Executor:
             except Exception as error:
                 self._fail(error)
                 return
-        self.counters.in_flight = queue.in_flight
         if queue.is_finished:
             self._ended.set()
 

@@ -25,7 +25,7 @@ from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.processor import load_processor
 from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer, NoTokenizer, load_tokenizer
-from rollstream.chat.tool_schema import load_tool_schemas
+from rollstream.chat.tool_schema import load_tool_schemas, with_row_tools
 from rollstream.config.settings import RewardSettings, Settings
 from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Engine
@@ -52,7 +52,7 @@ from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.rollout.worker_host import BuiltWorker
 from rollstream.sampling import sampling_changes
-from rollstream.trajectory import SamplingParams
+from rollstream.trajectory import PromptRow, SamplingParams
 from rollstream.user_code import source_digest
 
 logger = logging.getLogger(__name__)
@@ -304,6 +304,15 @@ class RolloutSetup:
             max_model_len=rollout.max_model_len,
             logprobs_mode=rollout.logprobs_mode,
         )
+
+    def prompt_tools(self, row: PromptRow) -> list[dict[str, Any]] | None:
+        """Schemas that a row's prompt shows; None if there are none."""
+        rollout = self.settings.actor_rollout_ref.rollout
+        show = rollout.multi_turn.show_tools
+        own = self.agents.prompt_tools(row.agent_name or rollout.agent.default_agent_loop, show_tools=show)
+        if own is not None and not show:
+            return own
+        return with_row_tools(self.prompts.tools if own is None else own, row.columns.get("tools"))
 
     def agent_resources(self, engine: Engine) -> AgentResources:
         """What the agent loops share, for a started engine."""
