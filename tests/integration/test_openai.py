@@ -104,15 +104,6 @@ def test_tools_make_the_model_better_as_with_the_native_engine(folder: Path, ser
     assert validate_run(folder / "tools").sound
 
 
-def test_a_dry_run_says_what_it_is(folder: Path, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    done = run(chat_words(served, folder / "dry", "--dry-run"), folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = orjson.loads(done.stdout)
-    assert report["engine"]["token_ids"] is False
-    assert report["identity"]["engine.token_exact"] is False
-    assert not (folder / "dry").exists()
-
-
 def stub_words(stub: ChatStub, run_dir: Path, prompts: Path, **more: Any) -> list[str]:
     given = {
         "actor_rollout_ref.model.path": "stub",

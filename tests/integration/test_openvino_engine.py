@@ -162,25 +162,13 @@ loop.close()
 """
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "cause"),
-    [
-        ("openvino_model.bin", None, "Empty weights data in bin file or bin file cannot be found!"),
-        ("openvino_model.bin", b"x" * 1000, "Incorrect weights in bin file!"),
-        ("openvino_model.xml", b"<net>", "Unable to read the model"),
-    ],
-)
-def test_a_model_that_cannot_be_loaded_is_one_line(
-    tmp_path: Path, file: str, content: bytes | None, cause: str
-) -> None:
+def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
     folder, log = tmp_path / "model", tmp_path / "engine.log"
     folder.mkdir()
     for path in MODEL.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    if content is None:
-        (folder / file).unlink()
-    else:
-        (folder / file).write_bytes(content)
+        content = path.read_bytes()
+        (folder / path.name).write_bytes(content[:1000] if path.name == "openvino_model.bin" else content)
+    cause = "Incorrect weights in bin file!"
     # A process of its own: a transport that is not closed complains on stderr after the loop has ended.
     command = [sys.executable, "-X", "dev", "-c", FAILS_TO_START, str(folder), str(log)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

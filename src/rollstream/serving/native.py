@@ -46,14 +46,14 @@ _MAX_TOKENS = 128
 
 
 class NativeRequest(msgspec.Struct):
-    """Body of `/generate`. A list has an entry for each prompt."""
+    """Body of `/generate`."""
 
     text: str | list[str] | None = None
     input_ids: Any = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
-    rid: str | list[str] | None = None
-    return_logprob: bool | list[bool] = False
-    logprob_start_len: int | list[int] = -1
+    sampling_params: dict[str, Any] = {}
+    rid: str | None = None
+    return_logprob: bool = False
+    logprob_start_len: int = -1
     return_text_in_logprobs: bool = False
     stream: bool = False
 
@@ -110,30 +110,22 @@ class NativeRoutes:
         self, asked: NativeRequest, prompts: list[list[int]], is_list: bool
     ) -> Iterator[EngineRequest]:
         """A request for each sample of each prompt."""
-        capabilities, count = self.service.capabilities, len(prompts)
-        group = asked.rid if isinstance(asked.rid, str) and asked.rid else uuid.uuid4().hex
-        names = [f"{group}_{at}" for at in range(count)] if is_list else [group]
-        for prompt, name, params, logprobs, start in zip(
-            prompts,
-            _for_each(asked.rid if isinstance(asked.rid, list) else names, count, "rid"),
-            _for_each(asked.sampling_params, count, "sampling_params"),
-            _for_each(asked.return_logprob, count, "return_logprob"),
-            _for_each(asked.logprob_start_len, count, "logprob_start_len"),
-            strict=True,
-        ):
-            how = read_parameters(
-                params, _NativeSampling, neutral=_NEUTRAL_SAMPLING, where="sampling_params."
-            )
-            sampling = build_sampling(how, capabilities, max_tokens=_MAX_TOKENS, logprobs=logprobs)
-            is_scored = logprobs and 0 <= start < len(prompt) - 1
+        how = read_parameters(
+            asked.sampling_params, _NativeSampling, neutral=_NEUTRAL_SAMPLING, where="sampling_params."
+        )
+        capabilities = self.service.capabilities
+        sampling = build_sampling(how, capabilities, max_tokens=_MAX_TOKENS, logprobs=asked.return_logprob)
+        name = asked.rid or uuid.uuid4().hex
+        for at, prompt in enumerate(prompts):
+            is_scored = asked.return_logprob and 0 <= asked.logprob_start_len < len(prompt) - 1
             if is_scored and not capabilities.scores:
                 raise RequestError(
                     "this engine gives log-probs of sampled tokens only: leave logprob_start_len out",
                     param="logprob_start_len",
                 )
-            for sample in samples(name, prompt, sampling, how.n):
+            for sample in samples(f"{name}_{at}" if is_list else name, prompt, sampling, how.n):
                 sample.skip_special_tokens = how.skip_special_tokens
-                sample.scored_from = start if is_scored else None
+                sample.scored_from = asked.logprob_start_len if is_scored else None
                 yield sample
 
     async def _score(self, sample: EngineRequest) -> list[tuple[float | None, int, None]]:
@@ -178,12 +170,3 @@ class NativeRoutes:
             meta["input_token_logprobs"] = prompt_logprobs
             meta["output_token_logprobs"] = list(zip(completion.logprobs, ids, texts, strict=True))
         return {"text": read.text, "output_ids": ids, "meta_info": meta}
-
-
-def _for_each(value: Any, count: int, param: str) -> list[Any]:
-    """A value for each prompt."""
-    if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise RequestError(f"{param!r} has {len(value)} entries for {count} prompts", param=param)
-    return value

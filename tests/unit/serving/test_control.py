@@ -64,7 +64,7 @@ async def test_aborts_over_http() -> None:
         for path, body, count, abort in (
             ("/generate", {**GENERATE, "rid": "a"}, 1, {"rid": "a"}),
             ("/generate", {**GENERATE, "rid": "a"}, 1, {"rid": "", "abort_all": True}),
-            ("/generate", {**GENERATE, "rid": ["a"], "sampling_params": {"n": 2}}, 2, {"rid": "a"}),
+            ("/generate", {**GENERATE, "rid": "a", "sampling_params": {"n": 2}}, 2, {"rid": "a"}),
             ("/generate", batch, 2, {"rid": "mine"}),
             ("/v1/chat/completions", chat, 2, {"rid": "mine"}),
         ):
