@@ -283,14 +283,13 @@ class Service:
 
     def is_blocked(self, scope: Scope) -> bool:
         """Whether a generator or hook fails that would bring these groups."""
-        failing = any(scope.has(one.task, one.job) for one in self.jobs.failures())
+        failing = any(scope.has(job["task_type"], job["job"]) for job in self.jobs.failures())
         return failing or any(scope.task in (None, task) for task in self.reads.paused)
 
     async def failures(self, scope: Scope) -> list[dict[str, Any]]:
         """The failures that keep groups from readers: of jobs, of hooks."""
-        of_jobs = [failure for failure in self.jobs.failures() if scope.has(failure.task, failure.job)]
         found: list[dict[str, Any]] = [
-            {**msgspec.to_builtins(each), "message": str(each)} for each in of_jobs
+            job for job in self.jobs.failures() if scope.has(job["task_type"], job["job"])
         ]
 
         def add(error: str, message: str, **facts: Any) -> None:

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import msgspec
 from msgspec.structs import replace
 
 from rollstream.buffer.groups import GroupSettings
@@ -50,28 +49,6 @@ _LOST_S = STALE_AFTER_S - STOP_TIMEOUT_S
 
 _HOW = ("remote_engine_url", "num_process")
 """These keys say how the work is done, not which: a trainer that was started again comes with other ports."""
-
-
-class JobFailure(msgspec.Struct, frozen=True, rename={"task": "task_type"}):
-    """Why a job does not get on, for readers."""
-
-    job: str
-    task: str
-    error: str
-    traceback: str
-    crashes: int
-    final: bool
-    """The job was given up; if not, its generator is started again."""
-    log: str
-    """The path of its log, if that is on this machine."""
-
-    def __str__(self) -> str:
-        fate = "it was given up" if self.final else "it is started again"
-        where = f"; log: {self.log}" if self.log else ""
-        return (
-            f"generator of task {self.task!r} (job {self.job}) failed {self.crashes} times, {fate}: "
-            f"{self.error}{where}"
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -204,7 +181,7 @@ class Jobs:
                 await self._end_generator()
             return await self._store.save_job(replace(record, state="stopped"))
 
-    def failures(self) -> list[JobFailure]:
+    def failures(self) -> list[dict[str, Any]]:
         """The failure that keeps the last job from getting on. A crash counts until an item comes."""
         last, run = self._store.last_job, self._run
         if last is None or last.state not in ("running", "failed"):
@@ -215,12 +192,20 @@ class Jobs:
             return [self._failure(replace(last, error=f"it cannot be looked after: {self._trouble}"))]
         return []
 
-    def _failure(self, record: JobRecord) -> JobFailure:
-        log = self.log_of(record)
-        return JobFailure(
-            record.id, record.task, record.error, record.traceback, record.crashes,
-            final=record.state == "failed", log=str(log) if log.exists() else "",
-        )  # fmt: skip
+    def _failure(self, record: JobRecord) -> dict[str, Any]:
+        """Why a job does not get on. `final`: it was given up; `log`: the path of its log, if that is here."""
+        log, final = self.log_of(record), record.state == "failed"
+        fate = "it was given up" if final else "it is started again"
+        where = str(log) if log.exists() else ""
+        message = (
+            f"generator of task {record.task!r} (job {record.id}) failed {record.crashes} times, {fate}: "
+        )
+        message += record.error + (f"; log: {where}" if where else "")
+        facts = {"error": record.error, "traceback": record.traceback, "crashes": record.crashes}
+        return {
+            **{"job": record.id, "task_type": record.task, **facts},
+            **{"final": final, "log": where, "message": message},
+        }
 
     def _has_progress(self, run: _Run) -> bool:
         return run.ended is not None and self._store.items_of_job > run.items
@@ -324,13 +309,15 @@ class Jobs:
         if is_over:
             crashed = await self._store.save_job(replace(crashed, state="failed"))
             self._run = None
-            _LOG.error("%s%s", self._failure(crashed), "" if end.permanent else f"\n{end.traceback}")
+            _LOG.error(
+                "%s%s", self._failure(crashed)["message"], "" if end.permanent else f"\n{end.traceback}"
+            )
         else:
             await self._store.save_job(crashed)
             wait = self._crashes.wait(in_a_row, self._random)
             run.process, run.ended, run.in_a_row = None, None, in_a_row
             run.not_before = time.monotonic() + wait
-            _LOG.warning("%s (in %.1f s)", self._failure(crashed), wait)
+            _LOG.warning("%s (in %.1f s)", self._failure(crashed)["message"], wait)
 
     async def _end_generator(self) -> None:
         if (run := self._run) is not None and run.process is not None:

@@ -242,7 +242,9 @@ async def test_a_generator_that_crashes_is_started_again(world: World) -> None:
     record, _ = await jobs.start(PAYLOAD)
     await world.runs(2)
     (failure,) = jobs.failures()
-    assert not failure.final and "exit code 7" in str(failure) and "started again" in str(failure)
+    assert (
+        not failure["final"] and "exit code 7" in failure["message"] and "started again" in failure["message"]
+    )
     await world.store.write([item("u", job=record.id)])
     assert jobs.failures() == []  # it lasts until an item comes,
     await until(lambda: world.record(record).error == "")  # for other servers, too
@@ -257,11 +259,11 @@ async def test_a_crash_loop_is_given_up_and_told_to_readers(world: World) -> Non
     record, _ = await jobs.start(PAYLOAD)
     await until(lambda: world.state(record) == "failed")
     (failure,) = jobs.failures()
-    assert (failure.final, failure.crashes, len(world.payloads)) == (True, 3, 3)
-    assert failure.error == "ValueError: the model has no tokenizer"
-    assert "in run_rollout" in failure.traceback and "math_generator.py" in failure.traceback
-    for part in ("math", record.id, "3 times", "given up", failure.error, str(world.log(record))):
-        assert part in str(failure) and "\n" not in str(failure)
+    assert (failure["final"], failure["crashes"], len(world.payloads)) == (True, 3, 3)
+    assert failure["error"] == "ValueError: the model has no tokenizer"
+    assert "in run_rollout" in failure["traceback"] and "math_generator.py" in failure["traceback"]
+    for part in ("math", record.id, "3 times", "given up", failure["error"], str(world.log(record))):
+        assert part in failure["message"] and "\n" not in failure["message"]
     await jobs.close()
     jobs = await world.server()  # a restart of the server does not hide it
     assert jobs.failures() == [failure] and len(world.payloads) == 3
@@ -299,7 +301,7 @@ async def test_what_no_restart_mends_fails_at_once_and_is_one_line_in_the_server
         world.generator(f"from rollstream.errors import {error}\nraise {error}('input_file: none')")
         record, _ = await jobs.start({**PAYLOAD, "model": error})
         await until(lambda record=record: world.state(record) == "failed")  # type: ignore[misc]
-        assert jobs.failures()[0].error == f"{error}: input_file: none"
+        assert jobs.failures()[0]["error"] == f"{error}: input_file: none"
         await until(lambda: any(one.levelno >= logging.WARNING for one in caplog.records))
         (line,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
         assert line.getMessage().count("\n") == 0 == bool(line.exc_info)
@@ -322,7 +324,7 @@ async def test_a_restarted_server_goes_on_with_what_is_still_allowed(world: Worl
     assert data["num_repeat_per_sample"] == 16  # the server's, when it was started
     await jobs.close()
     jobs = await world.server(inputs="files")
-    assert world.state(record) == "failed" and "ConfigError: input_file: " in str(jobs.failures()[0])
+    assert world.state(record) == "failed" and "ConfigError: input_file: " in jobs.failures()[0]["message"]
     await jobs.close()
     (world.folder / "files" / "math_generator.py").unlink()
     world.generator("pass", task="code")
@@ -359,11 +361,11 @@ async def test_a_full_disk_changes_nothing_for_the_generator(world: World) -> No
     world.clock.now += 100
     (world.notes / "go").touch()
     await until(jobs.failures)
-    assert "StorageFullError: no room" in str(jobs.failures()[0])
+    assert "StorageFullError: no room" in jobs.failures()[0]["message"]
     assert world.record(record).crashes == 0 and len(world.payloads) == 1
     world.database.away = None
     await until(lambda: world.state(record) == "failed")
-    assert jobs.failures()[0].error == "OSError: x" and world.record(record).crashes == 3
+    assert jobs.failures()[0]["error"] == "OSError: x" and world.record(record).crashes == 3
 
 
 async def test_a_store_that_is_away_is_told_to_readers_and_passes(
@@ -376,7 +378,7 @@ async def test_a_store_that_is_away_is_told_to_readers_and_passes(
     world.database.lost = RuntimeError("a bug")
     await until(jobs.failures)
     (failure,) = jobs.failures()
-    assert "RuntimeError: a bug" in failure.error and not failure.final
+    assert "RuntimeError: a bug" in failure["error"] and not failure["final"]
     assert caplog.text.count("jobs: RuntimeError: a bug") == 1  # once, with its traceback
     world.database.lost = None
     await until(lambda: not jobs.failures())
@@ -406,7 +408,7 @@ async def test_one_of_the_servers_that_share_a_store_runs_the_generator(world: W
     world.generator("raise OSError('broken')")
     failing, _ = await servers["a"].start({**PAYLOAD, "model": 2})
     await until(lambda: world.state(failing) == "failed")
-    assert [servers[name].failures()[0].error for name in "ab"] == ["OSError: broken"] * 2
+    assert [servers[name].failures()[0]["error"] for name in "ab"] == ["OSError: broken"] * 2
 
 
 async def test_a_stale_claim_is_adopted_and_a_lost_claim_ends_the_generator(world: World) -> None:
