@@ -228,6 +228,11 @@ def read_model_limits(model_path: Path) -> ModelLimits:
     )
 
 
+def model_limits(model: str | None) -> ModelLimits:
+    """The limits that a model's folder says; none of a name on the hub."""
+    return read_model_limits(Path(model).expanduser()) if model else ModelLimits(None, None, ())
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}

@@ -4,14 +4,13 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import orjson
 
 from rollstream.engine.base import EngineLoad, ReportsLoad
-from rollstream.engine.replica import ReplicaUnavailableError
 from rollstream.errors import EngineOverloadedError
 
 _LOG = logging.getLogger(__name__)
@@ -103,26 +102,6 @@ def read_sglang_loads(body: bytes) -> EngineLoad | None:
         return None
     load = EngineLoad(max(0, running), queued, max(usage, default=None))
     return load if entries and _is_sound(load) else None
-
-
-class LoadRoutes:
-    """The routes of a server that may say how busy it is: the first that does. A missing one is asked once."""
-
-    def __init__(self, routes: Iterable[tuple[str, Callable[[bytes], EngineLoad | None]]]) -> None:
-        self._routes = dict(routes)
-
-    async def ask(self, get: Callable[[str], Awaitable[tuple[int, bytes]]]) -> EngineLoad | None:
-        """Its load; None when it does not say, or is away: `get` raises `ReplicaUnavailableError` then."""
-        for path, read in list(self._routes.items()):
-            try:
-                status, body = await get(path)
-            except ReplicaUnavailableError:
-                return None
-            if status == 200 and (load := read(body)) is not None:
-                return load
-            if status in (404, 405):
-                self._routes.pop(path, None)
-        return None
 
 
 class LoadSum:

@@ -3,18 +3,19 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
 from rollstream.aio import SharedCheck
 from rollstream.engine.base import EngineLoad
-from rollstream.engine.checks import ModelLimits, ids_fit, least, logprobs_fit, read_model_limits
+from rollstream.engine.checks import ids_fit, least, logprobs_fit, model_limits
 from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer
 from rollstream.engine.kind import EngineKind, EngineOptions
-from rollstream.engine.load import ASK_TIMEOUT_S, LoadRoutes
+from rollstream.engine.load import ASK_TIMEOUT_S
 from rollstream.engine.pool import POOL_KWARGS, PoolEngine
+from rollstream.engine.replica import ReplicaUnavailableError
 from rollstream.errors import ConfigError, EngineError, RollstreamError, TransientEngineError
 from rollstream.trajectory import FinishReason, SamplingParams
 
@@ -44,7 +45,7 @@ class ServerReplica:
     Args:
         url: base URL, `http://host:port`.
         options: the model that the caller means, a server with another one is refused; and `engine_kwargs`.
-        loads: where it may say how busy it is.
+        loads: routes where it may say how busy it is, the first that does, and what reads their bodies.
     """
 
     kind: ClassVar[EngineKind]
@@ -61,7 +62,7 @@ class ServerReplica:
         self._model_path = options.model_path
         self._limits = model_limits(options.model_path)
         """What the model's folder says and servers don't."""
-        self._loads = LoadRoutes(loads)
+        self._loads = dict(loads)
 
     @property
     def name(self) -> str:
@@ -73,7 +74,16 @@ class ServerReplica:
 
     async def load(self) -> EngineLoad | None:
         """How busy the server is, as far as it says."""
-        return await self._loads.ask(lambda path: self._server.get(path, timeout_s=ASK_TIMEOUT_S))
+        for path, read in list(self._loads.items()):
+            try:
+                status, body = await self._server.get(path, timeout_s=ASK_TIMEOUT_S)
+            except ReplicaUnavailableError:
+                return None
+            if status == 200 and (load := read(body)) is not None:
+                return load
+            if status in (404, 405):  # asked once
+                self._loads.pop(path, None)
+        return None
 
     async def close(self) -> None:
         await self._health.close()
@@ -138,11 +148,6 @@ class ServerEngine(PoolEngine):
             max_model_len=options.max_model_len,
             engine_kwargs=options.engine_kwargs,
         )
-
-
-def model_limits(model_path: str | None) -> ModelLimits:
-    """The limits that the folder of the model says."""
-    return read_model_limits(Path(model_path)) if model_path else ModelLimits(None, None, ())
 
 
 def model_names(path: str) -> set[str]:

@@ -21,6 +21,7 @@ import orjson
 
 from rollstream.aio import finish_despite_cancellation
 from rollstream.engine.base import Capabilities
+from rollstream.engine.checks import model_limits
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.load import VLLM_METRICS, read_metrics
 from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError, WeightsLostError
@@ -35,7 +36,6 @@ from rollstream.engine.servers import (
     check_sampled,
     check_scores,
     decode_reply,
-    model_limits,
     model_names,
     weight_version,
 )

@@ -12,13 +12,11 @@ from rollstream.engine.base import EngineLoad
 from rollstream.engine.load import (
     SGLANG_METRICS,
     VLLM_METRICS,
-    LoadRoutes,
     LoadSum,
     ask_load,
     read_metrics,
     read_sglang_loads,
 )
-from rollstream.engine.replica import ReplicaUnavailableError
 from rollstream.engine.sglang import SGLangEngine
 from rollstream.testing.stub_faults import Faults, Latency
 from rollstream.testing.stub_server import StubServer
@@ -97,26 +95,6 @@ def test_preemptions_of_replicas_that_come_and_go_only_rise() -> None:
     assert total.add([("a", EngineLoad(1, 0, 0.1, 2)), ("b", EngineLoad(3, 4))]) == EngineLoad(4, 4, 0.1, 6)
     assert total.add([("a", None)]) is None
     assert total.add([("c", EngineLoad(1, 1))]) == EngineLoad(1, 1)
-
-
-async def test_a_route_that_is_not_there_is_asked_once() -> None:
-    asked: list[str] = []
-    answers = {"/old": (200, b"1"), "/broken": (500, b""), "/mute": (200, b"")}
-
-    async def get(path: str) -> tuple[int, bytes]:
-        asked.append(path)
-        if path == "/away":
-            raise ReplicaUnavailableError("gone")
-        return answers.get(path, (404, b""))
-
-    def read(body: bytes) -> EngineLoad | None:
-        return EngineLoad(1, 0) if body else None
-
-    routes = LoadRoutes([(path, read) for path in ("/none", "/broken", "/mute", "/old")])
-    for _ in range(2):
-        assert await routes.ask(get) == EngineLoad(1, 0)
-    assert asked == ["/none", "/broken", "/mute", "/old", "/broken", "/mute", "/old"]
-    assert await LoadRoutes([("/away", read), ("/old", read)]).ask(get) is None
 
 
 class Mute:

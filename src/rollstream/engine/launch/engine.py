@@ -12,12 +12,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rollstream.aio import Restarts
-from rollstream.engine.checks import least, read_model_limits
+from rollstream.engine.checks import least, model_limits
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.launch.local import LocalLauncher, LocalProcess
 from rollstream.engine.launch.plan import LaunchRequest, ReplicaPlan, choose_server, launch_plan
@@ -49,9 +47,7 @@ def launched_engine(kind: EngineKind, options: EngineOptions, request: LaunchReq
         request=request,
         log_dir=options.log_dir,
     )
-    if options.model_path.startswith("~"):
-        options = replace(options, model_path=str(Path(options.model_path).expanduser()))
-    kwargs, limits = kind.read_kwargs(options.engine_kwargs), read_model_limits(Path(str(options.model_path)))
+    kwargs, limits = kind.read_kwargs(options.engine_kwargs), model_limits(options.model_path)
     launcher: LocalLauncher | RayLauncher = LocalLauncher(options.log_dir)
     if request.where == "ray":
         launcher = RayLauncher(choose_server(kind.name, request.server), request, options.log_dir)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import orjson
 
 from rollstream.childproc import path_to_rollstream
-from rollstream.engine.launch.devices import Devices, DeviceToolError, machine_devices
+from rollstream.engine.launch.devices import Devices, machine_devices
 from rollstream.errors import ConfigError
 from rollstream.redaction import names_secret
 
@@ -41,12 +41,11 @@ NODE_PYTHON, NODE_ADDRESS, NODE_LOGS = "<python>", "<address>", "<logs>"
 """Words of a command that only the node knows on which it is run: the interpreter of its environment, the
 address by which other nodes reach it, and its folder for logs."""
 
-VISIBLE = {
-    "GPU": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),
-    "NPU": ("ASCEND_RT_VISIBLE_DEVICES",),
-}
-"""Ray's resources that are devices of a server (NVIDIA's and AMD's; Ascend's), and the variables that choose
-them for a process; AMD's engines read either of the first kind."""
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+"""Variables that choose a process's devices. Empty ones hide all: a server must not help itself."""
+
+_DEVICES = ("GPU", "NPU")
+"""Ray's resources that are devices of a server: NVIDIA's and AMD's; Ascend's."""
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
 OWN_KEYS = (*_SIZES, "gpu_memory_utilization", "dtype", "load_format")
@@ -140,8 +139,8 @@ class Claims:
     count: int
     bundle: Mapping[str, float]
     """Ray's resources for one replica, all of one node: a placement group's only bundle."""
-    kind: str = ""
-    """Ray's name of the devices: `GPU`, `NPU`; empty for none."""
+    devices: bool
+    """Whether they are on devices."""
 
 
 def choose_server(engine: str, server: str) -> ServerKind:
@@ -188,14 +187,15 @@ def launch_plan(
             f"trainer.nnodes={request.nodes}: replicas are launched on this machine only; several machines "
             f"are a Ray cluster ({_ROLLOUT}.launch.where=ray), or servers that run ({_ROLLOUT}.server_urls)"
         )
-    devices = Devices() if server == "rollstream" else _local_devices(request)
+    devices = Devices()
+    if server != "rollstream":
+        devices = Devices((), VISIBLE) if request.devices_per_node == 0 else machine_devices()
     has = f"this machine has {len(devices.ids)} devices that are visible"
     count, each = count_replicas(server, request, [len(devices.ids)], has)
     inherited = path_to_rollstream() if server == "rollstream" and python is None else {}
     plans = []
     for index in range(count):
         chosen = devices.ids[index * each : (index + 1) * each]
-        # Without any, the variables are there and empty: the server must not help itself.
         env = {**inherited, **dict.fromkeys(devices.variables, ",".join(chosen)), **request.env}
         logs = str(log_dir.absolute() / f"replica-{index}")
         words = server_words(server, request, python=python or sys.executable, log_dir=logs)
@@ -209,15 +209,6 @@ def launch_plan(
     if shutil.which(python or sys.executable) is None:
         raise ConfigError(f"{_ROLLOUT}.launch.python: {request.python} is no program that can be run")
     return plans
-
-
-def _local_devices(request: LaunchRequest) -> Devices:
-    try:
-        return machine_devices()  # for 0, too: so that they can be hidden from the server
-    except DeviceToolError:
-        if request.devices_per_node == 0:
-            return Devices()
-        raise
 
 
 def count_replicas(
@@ -280,7 +271,7 @@ def claim(server: ServerKind, request: LaunchRequest, nodes: Sequence[Mapping[st
     Raises:
         ConfigError: what `count_replicas` raises; more than the nodes can hold.
     """
-    kind = next((name for name in VISIBLE if any(node.get(name, 0) >= 1 for node in nodes)), "")
+    kind = next((name for name in _DEVICES if any(node.get(name, 0) >= 1 for node in nodes)), "")
     found = [int(node.get(kind, 0)) for node in nodes]
     count, each = count_replicas(server, request, found, f"the cluster's nodes have {found} devices")
     bundle = {**({kind: float(each)} if each else {}), **replica_resources(request.actor_options)}
@@ -292,7 +283,7 @@ def claim(server: ServerKind, request: LaunchRequest, nodes: Sequence[Mapping[st
             f"{count} replicas of {bundle} each are more than the cluster's nodes can hold ({room}): see "
             f"{_ROLLOUT}.launch.replicas and ray_kwargs.replica"
         )
-    return Claims(count, bundle, kind if each else "")
+    return Claims(count, bundle, bool(each))
 
 
 def replica_resources(options: Mapping[str, Any]) -> dict[str, float]:
@@ -307,23 +298,9 @@ def replica_resources(options: Mapping[str, Any]) -> dict[str, float]:
     if options.get("memory") is not None:
         wanted["memory"] = options["memory"]
     for name, amount in wanted.items():
-        if name in VISIBLE or isinstance(amount, bool) or not isinstance(amount, int | float) or amount < 0:
+        if name in _DEVICES or isinstance(amount, bool) or not isinstance(amount, int | float) or amount < 0:
             raise ConfigError(f"ray_kwargs.replica: a replica cannot claim {name}={amount!r}")
     return {str(name): float(amount) for name, amount in wanted.items() if amount} or {"CPU": 0.001}
-
-
-def device_env(kind: str, ids: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that give a server the devices that Ray has assigned, and no others.
-
-    Args:
-        kind: of the devices; empty for none.
-        ids: as Ray names them: numbers, or UUIDs.
-        environ: of the actor: where Ray has set a variable for these devices, it is that one.
-    """
-    if not kind:
-        return {name: "" for names in VISIBLE.values() for name in names}
-    names = [name for name in VISIBLE[kind] if name in environ] or VISIBLE[kind][:1]
-    return dict.fromkeys(names, ",".join(ids))
 
 
 def server_words(

@@ -13,7 +13,6 @@ themselves: `_KEEP_CHILDREN` keeps it from that.
 
 import asyncio
 import logging
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -30,12 +29,12 @@ from rollstream.engine.launch.plan import (
     NODE_ADDRESS,
     NODE_LOGS,
     NODE_PYTHON,
+    VISIBLE,
     Claims,
     LaunchRequest,
     ReplicaPlan,
     ServerKind,
     claim,
-    device_env,
 )
 from rollstream.engine.ray_package import cause_of, import_ray, is_death, one_line
 from rollstream.errors import ConfigError, EngineError
@@ -96,7 +95,7 @@ class RayLauncher:
             async with asyncio.timeout(self._request.startup_timeout):
                 url, what = await actor.start.remote(
                     plan,
-                    claims.kind,
+                    has_devices=claims.devices,
                     log_dir=self._log_dir,
                     log_name=f"replica-{index}-{self._stamp}",
                     mark=f"{self._mark}-{index}",
@@ -196,13 +195,13 @@ class ReplicaHost:
     _process: LocalProcess
 
     async def start(
-        self, plan: ReplicaPlan, kind: str, *, log_dir: str, log_name: str, mark: str
+        self, plan: ReplicaPlan, *, has_devices: bool, log_dir: str, log_name: str, mark: str
     ) -> tuple[str, str]:
         """Starts the replica on this node; returns its URL, and what it is for messages.
 
         Args:
             plan: what is started.
-            kind: of its devices, see `Claims`.
+            has_devices: whether Ray has assigned devices to this actor.
             log_dir: of the run; where the node has no such folder, it is one for temporary files.
             log_name: without an ending.
             mark: of all starts of this replica, see `reaper.MARK`: what an actor that was lost has left on this
@@ -212,13 +211,12 @@ class ReplicaHost:
             EngineError: it cannot.
         """
         await asyncio.to_thread(reaper.kill_left, mark)
-        ray = import_ray()
-        address = str(ray.util.get_node_ip_address())
+        address = str(import_ray().util.get_node_ip_address())
         logs = Path(log_dir)
         if not logs.is_dir():
             logs = Path(tempfile.mkdtemp(prefix="rollstream-replica-"))
-        ids = ray.get_runtime_context().get_accelerator_ids().get(kind, [])
-        env = device_env(kind, ids, os.environ)
+        # Ray has set the variables of this process for the devices that it has assigned.
+        env = {} if has_devices else dict.fromkeys(VISIBLE, "")
         if plan.words[0] == NODE_PYTHON:
             # This interpreter's environment, but what the actor itself found by another way is not on its path.
             env |= path_to_rollstream()
