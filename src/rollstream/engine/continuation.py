@@ -68,31 +68,31 @@ class PartialCompletion:
     """
 
     def __init__(self, prompt_ids: list[int], sampling: SamplingParams) -> None:
-        self._prompt_ids = prompt_ids
-        self._sampling = sampling
-        self._ids: list[int] = []
-        self._logprobs: list[float] | None = [] if sampling.logprobs else None
-        self._versions: list[tuple[int, int]] = []
-        self._cached: int | None = None
+        self._prompt_ids, self._sampling = prompt_ids, sampling
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what there is: the request begins anew."""
+        self._whole = Completion([], [] if self._sampling.logprobs else None, "abort", [])
 
     def __len__(self) -> int:
         """Sampled tokens so far."""
-        return len(self._ids)
+        return len(self._whole.token_ids)
 
     @property
     def can_go_on(self) -> bool:
         """Whether another piece can follow what there is, see `SamplingParams.can_be_continued`."""
-        return not self._ids or self._sampling.can_be_continued
+        return not len(self) or self._sampling.can_be_continued
 
     @property
     def is_full(self) -> bool:
         """Whether it has all the tokens that were asked for."""
-        return len(self._ids) >= self._sampling.max_tokens
+        return len(self) >= self._sampling.max_tokens
 
     @property
     def prompt_ids(self) -> list[int]:
         """Prompt of the next piece. The request's own list before the first token."""
-        return self._prompt_ids + self._ids if self._ids else self._prompt_ids
+        return self._prompt_ids + self._whole.token_ids if len(self) else self._prompt_ids
 
     @property
     def sampling(self) -> SamplingParams:
@@ -100,13 +100,13 @@ class PartialCompletion:
 
         A piece with the seed of the one before it would draw the same random numbers once more.
         """
-        if not self._ids:
+        if not (count := len(self)):
             return self._sampling
         seed = self._sampling.seed
         if seed is not None:
-            digest = hashlib.blake2b(f"{seed}:piece:{len(self._ids)}".encode(), digest_size=4).digest()
+            digest = hashlib.blake2b(f"{seed}:piece:{count}".encode(), digest_size=4).digest()
             seed = int.from_bytes(digest, "little") >> 1
-        return replace(self._sampling, max_tokens=self._sampling.max_tokens - len(self._ids), seed=seed)
+        return replace(self._sampling, max_tokens=self._sampling.max_tokens - count, seed=seed)
 
     def add(self, piece: Completion) -> None:
         """Appends what an engine sampled.
@@ -114,42 +114,32 @@ class PartialCompletion:
         Raises:
             ValueError: log-probs were asked for, and there is not one for each id.
         """
-        start, count = len(self._ids), len(piece.token_ids)
-        if self._logprobs is not None:
-            given = piece.logprobs or []
-            if len(given) != count:
-                raise ValueError(f"{count} sampled ids came with {len(given)} log-probs")
-            self._logprobs += given
-        self._ids += piece.token_ids
-        if count:
-            for offset, version in piece.policy_versions:
-                # A run without tokens, at the end, says nothing: the next piece begins there.
-                if offset < count and (not self._versions or self._versions[-1][1] != version):
-                    self._versions.append((start + offset, version))
-        if self._cached is None:
-            self._cached = piece.cached_prompt_tokens
-
-    def clear(self) -> None:
-        """Forgets what there is: the request begins anew."""
-        self._ids, self._versions, self._cached = [], [], None
-        self._logprobs = [] if self._sampling.logprobs else None
+        whole, start, count = self._whole, len(self), len(piece.token_ids)
+        if whole.logprobs is not None:
+            logprobs = piece.logprobs or []
+            if len(logprobs) != count:
+                raise ValueError(f"{count} sampled ids came with {len(logprobs)} log-probs")
+            whole.logprobs += logprobs
+        if not start:  # the prompt's; later pieces find the request's own tokens, too
+            whole.cached_prompt_tokens = piece.cached_prompt_tokens
+        whole.token_ids += piece.token_ids
+        versions = whole.policy_versions
+        for offset, version in piece.policy_versions:
+            # A run without tokens, at the end, says nothing: the next piece begins there.
+            if offset < count and (not versions or versions[-1][1] != version):
+                versions.append((start + offset, version))
 
     def finish(self, piece: Completion) -> Completion:
         """The whole, ended by `piece` and for its reason; `piece` itself when it is the only one."""
-        if not self._ids:
+        if not len(self):
             return piece
         self.add(piece)
         return self.result(piece.finish_reason)
 
     def result(self, finish_reason: FinishReason) -> Completion:
-        """What there is, as a completion."""
-        return Completion(
-            token_ids=list(self._ids),
-            logprobs=None if self._logprobs is None else list(self._logprobs),
-            finish_reason=finish_reason,
-            policy_versions=list(self._versions) or [(0, 0)],
-            cached_prompt_tokens=self._cached or 0,
-        )
+        """What there is, as a completion. The last thing that is asked for."""
+        versions = self._whole.policy_versions or [(0, 0)]
+        return replace(self._whole, finish_reason=finish_reason, policy_versions=versions)
 
 
 @dataclass(slots=True, eq=False)

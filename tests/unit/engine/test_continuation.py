@@ -506,9 +506,7 @@ def test_the_last_piece_says_how_it_ended() -> None:
         "stop",
         [(0, 3), (2, 4)],
     )
-    assert (
-        whole.cached_prompt_tokens == 0
-    )  # of the first piece: the later ones' cover the request's own tokens
+    assert whole.cached_prompt_tokens == 2  # the later pieces' cover the request's own tokens
 
 
 @pytest.mark.parametrize(
