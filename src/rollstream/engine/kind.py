@@ -22,6 +22,7 @@ class EngineOptions:
     """Prompt plus response tokens at most; None takes the engine's own limit."""
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
     log_dir: Path = Path()
+    """An embedded engine and launched servers write their logs there."""
     logprobs_temperature: float | None = None
     """Log-probs are wanted of what is drawn from, all at this temperature; None takes the engine's kind."""
 

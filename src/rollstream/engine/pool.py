@@ -123,10 +123,8 @@ class PoolEngine:
     There is no limit on time or on connections here: the caller bounds both.
 
     Args:
-        replicas: those that are there from the start.
         max_model_len: the longest sequence, where that is less than what the replicas say of themselves.
         what: the engine's name, for messages.
-        probe_after: see `POOL_KWARGS`.
     """
 
     def __init__(

@@ -29,15 +29,8 @@ class ReapedProcess:
     ) -> "ReapedProcess":
         """Starts a command in a session of its own.
 
-        Args:
-            words: the command.
-            env: its whole environment, but for the mark.
-            mark: see `reaper.MARK`; None takes one.
-            bounds: what it may use.
-            options: of `asyncio.create_subprocess_exec`.
-
-        Raises:
-            OSError: there is no descriptor, process or folder for it.
+        `env` is its whole environment, but for the mark (see `reaper.MARK`; None takes one); `options` are those
+        of `asyncio.create_subprocess_exec`. Raises `OSError`.
         """
         mark = mark or uuid4().hex
         process = await asyncio.create_subprocess_exec(
@@ -64,8 +57,7 @@ class ReapedProcess:
     async def end(self, seconds: float = reaper.STOP_TIMEOUT_S) -> int:
         """Ends it and everything that it started; returns the exit code. May be called twice, and after its end.
 
-        Args:
-            seconds: for the reaper to do so; then all are killed.
+        The reaper has so many seconds to do so; then all are killed.
         """
         self.kill()
         try:

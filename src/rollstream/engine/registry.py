@@ -32,15 +32,8 @@ def create_engine(
 ) -> Engine:
     """Makes an engine; `start` it before use. One that was not started holds nothing and has written nothing.
 
-    Args:
-        name: an entry point of `rollstream.engines`.
-        model_path: see `EngineOptions`, like the others.
-        server_urls: base URLs of engines that are servers.
-        max_model_len: see there.
-        engine_kwargs: settings of the engine itself, see docs/engines.md.
-        launch: how servers are launched where no URLs are given; None: an engine that needs URLs says so.
-        log_dir: where an embedded engine and launched servers write their logs.
-        logprobs_temperature: see `EngineOptions`.
+    `name` is an entry point of `rollstream.engines`; `launch` says how servers are launched where no URLs are given
+    (None: an engine that needs URLs says so); the others are those of `EngineOptions`.
 
     Raises:
         ConfigError: unknown engine or engine_kwargs key, a value out of range, missing package, model folder

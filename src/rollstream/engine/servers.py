@@ -40,12 +40,9 @@ _Reply = TypeVar("_Reply")
 
 
 class ServerReplica:
-    """One server: how it is reached, what it may serve, how busy it is.
+    """One server of the model that `options` name: how it is reached, what it may serve, how busy it is.
 
-    Args:
-        url: base URL, `http://host:port`.
-        options: the model that the caller means, a server with another one is refused; and `engine_kwargs`.
-        loads: routes where it may say how busy it is, the first that does, and what reads their bodies.
+    `loads` are routes where it may say how busy it is, the first that does, and what reads their bodies.
     """
 
     kind: ClassVar[EngineKind]

@@ -66,12 +66,7 @@ def launched_engine(kind: EngineKind, options: EngineOptions, request: LaunchReq
 class LaunchedEngine(PoolEngine):
     """Launches replicas and drives them as one engine. Closing it ends them.
 
-    Args:
-        plans: of the replicas, at least one.
-        launcher: starts them.
-        make_replica: speaks to one, by its URL.
-        request: timeouts and restarts.
-        pool: options of `PoolEngine`.
+    `make_replica` makes what speaks to one, by its URL; `pool` are options of `PoolEngine`.
     """
 
     def __init__(

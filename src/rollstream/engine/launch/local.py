@@ -23,11 +23,7 @@ _PORT_TRIES = 200
 
 
 class LocalLauncher:
-    """Starts replicas here.
-
-    Args:
-        log_dir: gets one log for each replica, which all its starts share.
-    """
+    """Starts replicas here. `log_dir` gets one log for each, which all its starts share."""
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
@@ -68,17 +64,9 @@ class LocalProcess:
         mark: str | None = None,
         node: Mapping[str, str] | None = None,
     ) -> "LocalProcess":
-        """Starts a replica.
+        """Starts a replica that listens on an address of this machine; its log is appended to.
 
-        Args:
-            plan: what is started.
-            log_path: its log, which is appended to.
-            host: the address of this machine that it listens on.
-            mark: see `reaper.MARK`; None takes one.
-            node: see `ReplicaPlan.command`.
-
-        Raises:
-            EngineError: it cannot be started.
+        `mark`: see `reaper.MARK`; `node`: see `ReplicaPlan.command`. Raises `EngineError`.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -131,10 +119,7 @@ def reserve_port(host: str, rng: random.Random | None = None) -> socket.socket:
     """A socket that holds a free port of one of this machine's addresses, until it is closed.
 
     Nobody else gets the port, but for a server that is given its number: such servers set SO_REUSEADDR, and so
-    does the socket once it is bound. The socket itself never listens.
-
-    Raises:
-        EngineError: there is none.
+    does the socket once it is bound. The socket itself never listens. Raises `EngineError`.
     """
     rng = rng or random.Random()
     for _ in range(_PORT_TRIES):

@@ -214,13 +214,9 @@ def launch_plan(
 def count_replicas(
     server: ServerKind, request: LaunchRequest, found: Sequence[int], has: str
 ) -> tuple[int, int]:
-    """The number of replicas, and of devices of each.
+    """The number of replicas, and of devices of each. All devices are used where no number is asked for.
 
-    Args:
-        server: is launched.
-        request: see there. All devices are used where no number is asked for.
-        found: devices of each node.
-        has: says so, for messages.
+    `found` are the devices of each node; `has` says so, for messages.
 
     Raises:
         ConfigError: more than there is, sizes that do not divide, a replica that no node can hold.
@@ -261,15 +257,10 @@ def count_replicas(
 
 
 def claim(server: ServerKind, request: LaunchRequest, nodes: Sequence[Mapping[str, float]]) -> Claims:
-    """The claims of a request's replicas on a cluster.
-
-    Args:
-        server: is launched.
-        request: see there. All of the cluster's devices are used where no number is asked for.
-        nodes: Ray's resources of each node that lives.
+    """The claims of a request's replicas on a cluster, by Ray's resources of each node that lives.
 
     Raises:
-        ConfigError: what `count_replicas` raises; more than the nodes can hold.
+        ConfigError: see `count_replicas`; more than the nodes can hold.
     """
     kind = next((name for name in _DEVICES if any(node.get(name, 0) >= 1 for node in nodes)), "")
     found = [int(node.get(kind, 0)) for node in nodes]

@@ -54,10 +54,7 @@ _KEEP_CHILDREN = {"RAY_kill_child_processes_on_worker_exit": "false"}
 class RayLauncher:
     """Starts replicas on the cluster that this process has joined; its methods are those of `LocalLauncher`.
 
-    Args:
-        server: what is launched.
-        request: how many, and what each claims.
-        log_dir: for their logs, on the nodes that have this folder; else one of the node's own.
+    Their logs are in `log_dir` on the nodes that have this folder, else in one of the node's own.
     """
 
     def __init__(self, server: ServerKind, request: LaunchRequest, log_dir: Path) -> None:
@@ -197,18 +194,10 @@ class ReplicaHost:
     async def start(
         self, plan: ReplicaPlan, *, has_devices: bool, log_dir: str, log_name: str, mark: str
     ) -> tuple[str, str]:
-        """Starts the replica on this node; returns its URL, and what it is for messages.
+        """Starts the replica on this node; returns its URL, and its process for messages. Raises `EngineError`.
 
-        Args:
-            plan: what is started.
-            has_devices: whether Ray has assigned devices to this actor.
-            log_dir: of the run; where the node has no such folder, it is one for temporary files.
-            log_name: without an ending.
-            mark: of all starts of this replica, see `reaper.MARK`: what an actor that was lost has left on this
-                node is killed first, for it holds the devices.
-
-        Raises:
-            EngineError: it cannot.
+        `mark` is that of all its starts, see `reaper.MARK`: what an actor that was lost has left on this node is
+        killed first, for it holds the devices.
         """
         await asyncio.to_thread(reaper.kill_left, mark)
         address = str(import_ray().util.get_node_ip_address())
