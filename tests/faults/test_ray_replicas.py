@@ -191,22 +191,6 @@ async def test_one_replica_is_started_found_and_stopped(
     await one.close()
 
 
-async def test_what_a_server_said_last_comes_from_its_node(
-    tmp_path: Path, cluster: Any, launched: Launched
-) -> None:
-    (tmp_path / "broken").touch()
-    one, plan = launcher(cluster, tmp_path, launched, replicas=1)
-    try:
-        (plan,) = one.place([plan])
-        process = await one.start(plan)
-        async with asyncio.timeout(PATIENCE_S):
-            assert await process.wait() == "ended with exit code 9"
-        assert await process.last_words() == "devices 0,1\nCUDA out of memory"
-        await process.stop()
-    finally:
-        await one.close()
-
-
 async def test_want_of_room_is_said_and_leaves_nothing(
     tmp_path: Path, cluster: Any, launched: Launched
 ) -> None:

@@ -321,27 +321,6 @@ async def test_new_requests_wait_while_weights_are_loaded() -> None:
     assert late[1].cancelled() and inner.version == 2
 
 
-async def test_an_update_that_fails_or_is_given_up_lets_requests_go_on() -> None:
-    inner, loaded = Stepper(), asyncio.Event()
-    engine = ContinuingEngine(inner)
-    (prompt,) = lasting(1, 20)
-    asked = asyncio.create_task(engine.generate(prompt, LONG, request_id="a"))
-    await turns(3)
-    with pytest.raises(EngineError, match="no folder"):
-        await engine.update_weights("nothing", 1)
-    await turns(3)
-    inner.loading = loaded.wait
-    update = asyncio.create_task(engine.update_weights("/new", 1))
-    waits = asyncio.create_task(engine.update_weights("/newer", 2))
-    await turns(4)
-    waits.cancel()
-    update.cancel()
-    await asyncio.wait((update, waits))
-    answer = await asked
-    check(prompt, answer)
-    assert (answer.policy_versions, inner.version) == ([(0, 0)], 0)
-
-
 async def test_an_engine_that_does_not_let_go() -> None:
     inner = Stepper()
     inner.deaf, inner.token_s = True, 1.0

@@ -72,14 +72,6 @@ def test_router_a_session_stays_unless_another_is_much_less_busy() -> None:
     assert router.pick([*found.values()], "s") is not home
 
 
-def test_router_only_the_newest_sessions_are_remembered() -> None:
-    router, found = Router(remembered=4), members(a=0, b=1)
-    assert router.pick([*found.values()], "s").name == "a"
-    picks(router, found.values(), 4)
-    found["a"].in_flight = 2  # few enough to stay
-    assert router.pick([*found.values()], "s").name == "b"
-
-
 def ask(pool: SGLangEngine, number: int, session: str | None = None) -> "asyncio.Task[Completion]":
     request_id = session or f"r{number}"
     return asyncio.create_task(pool.generate([number % 500], SAMPLING, request_id=request_id))
@@ -189,18 +181,6 @@ async def test_replicas_join_and_leave_while_requests_go_on(
         with pytest.raises(EngineUnavailableError, match="there is none"):
             await ask(pool, 1)
         await pool.remove_replica("http://nobody:1")
-
-
-async def test_an_aborted_request_is_not_sent_elsewhere(
-    pool: SGLangEngine, servers: list[StubServer]
-) -> None:
-    for server in servers:
-        server.latency = Latency("fixed", 1e6)
-    task = ask(pool, 1, session="a")
-    await until(lambda: sum(server.stats.in_flight for server in servers))
-    await pool.abort("a")
-    assert (await task).finish_reason == "abort"
-    assert sum(server.stats.requests for server in servers) == 1
 
 
 async def test_a_pool_can_do_what_all_of_it_can() -> None:

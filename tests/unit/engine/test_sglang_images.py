@@ -2,7 +2,6 @@
 
 import base64
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import orjson
 import pytest
@@ -63,12 +62,6 @@ def test_the_body_holds_the_images_in_order() -> None:
     body = orjson.loads(request_body([1, 2], SAMPLING, "r", check_images([*images])))
     assert body["image_data"] == images and body["input_ids"] == [1, 2]
     assert "image_data" not in orjson.loads(request_body([1, 2], SAMPLING, "r"))
-
-
-def test_a_request_has_the_further_sampling_parameters() -> None:
-    how = replace(SAMPLING, extra={"min_p": 0.1, "min_new_tokens": 2})
-    params = orjson.loads(request_body([1, 2], how, "r"))["sampling_params"]
-    assert params == {**params, "min_p": 0.1, "min_new_tokens": 2, "temperature": how.temperature}
 
 
 @pytest.mark.parametrize(
