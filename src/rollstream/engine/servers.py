@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -17,7 +17,7 @@ from rollstream.engine.load import ASK_TIMEOUT_S
 from rollstream.engine.pool import POOL_KWARGS, PoolEngine
 from rollstream.engine.replica import ReplicaUnavailableError
 from rollstream.errors import ConfigError, EngineError, RollstreamError, TransientEngineError
-from rollstream.trajectory import FinishReason, SamplingParams
+from rollstream.trajectory import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +32,8 @@ SERVER_KWARGS: dict[str, Any] = {
 ABORT_TIMEOUT_S = 10.0
 """An abort is a courtesy to the server: not worth waiting longer."""
 
-FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-"""By the servers' names. An abort is one whoever asked for it: another client, a trainer that pauses the
-server, the server itself."""
+FinishType = Literal["stop", "length", "abort"]
+"""An abort is one whoever asked for it: another client, a trainer that pauses the server, the server itself."""
 
 _Reply = TypeVar("_Reply")
 

@@ -15,8 +15,8 @@ from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.load import SGLANG_METRICS, read_metrics, read_sglang_loads
 from rollstream.engine.replica import ReplicaRequest, WeightsLostError
 from rollstream.engine.servers import (
-    FINISH_REASONS,
     SERVER_KWARGS,
+    FinishType,
     ServerEngine,
     ServerReplica,
     broken_reply,
@@ -175,7 +175,7 @@ KIND = SGLangEngine.kind = SGLangReplica.kind = EngineKind(
 
 
 class _FinishReason(msgspec.Struct):
-    type: str
+    type: FinishType
     message: str | None = None
     status_code: int | None = None
 
@@ -192,8 +192,8 @@ class _InputLogprob(msgspec.Struct, array_like=True, gc=False):
 
 
 class _MetaInfo(msgspec.Struct):
+    finish_reason: _FinishReason
     id: str | None = None
-    finish_reason: _FinishReason | None = None
     output_token_logprobs: list[_TokenLogprob] | None = None
     cached_tokens: int = 0
     prompt_tokens: int | None = None
@@ -333,8 +333,6 @@ def read_reply(
     reason, entries = meta.finish_reason, meta.output_token_logprobs
     if meta.id is not None and meta.id != rid:
         raise broken_reply(server, f"it answers request {meta.id!r} instead of {rid!r}")
-    if reason is None or reason.type not in FINISH_REASONS:
-        raise broken_reply(server, f"its finish reason is {reason!r}")
     if reason.status_code is not None:
         raise status_error(server, reason.status_code, str(reason.message))
     is_aborted = reason.type == "abort"
@@ -369,7 +367,7 @@ def read_reply(
     return Completion(
         token_ids=ids,
         logprobs=logprobs,
-        finish_reason=FINISH_REASONS[reason.type],
+        finish_reason=reason.type,
         policy_versions=versions,
         cached_prompt_tokens=meta.cached_tokens,
     )

@@ -14,7 +14,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import orjson
@@ -27,8 +27,8 @@ from rollstream.engine.load import VLLM_METRICS, read_metrics
 from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError, WeightsLostError
 from rollstream.engine.servers import (
     ABORT_TIMEOUT_S,
-    FINISH_REASONS,
     SERVER_KWARGS,
+    FinishType,
     ServerEngine,
     ServerReplica,
     broken_reply,
@@ -145,8 +145,8 @@ class VLLMReplica(ServerReplica):
         body = request_body(COMPLETIONS, ids, SamplingParams(1), f"score-{secrets.token_hex(4)}", self._model)
         body |= {"echo": True, "max_tokens": 0}
         payload = await self._tell(COMPLETIONS, body, timeout_s=self._kwargs["probe_timeout"])
-        (choice,) = decode_reply(self.name, _REPLY, payload).choices or [_Choice()]
-        values = (choice.logprobs or _Logprobs()).token_logprobs or []
+        choices = decode_reply(self.name, _SCORES, payload).choices
+        values = choices[0].logprobs.token_logprobs if choices else []
         known = [None if value is None or value <= _UNKNOWN_LOGPROB else value for value in values]
         return check_scores(self.name, known, len(ids))[start:]
 
@@ -322,24 +322,37 @@ class _Usage(msgspec.Struct):
 class _Logprobs(msgspec.Struct):
     content: list[_TokenLogprob] | None = None
     """Of the generate route."""
-    token_logprobs: list[float | None] | None = None
+    token_logprobs: list[float] = []
     """Of the completions route."""
 
 
 class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
+    finish_reason: FinishType
+    token_ids: list[int]
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
     """Of the generate route."""
 
 
 class _Reply(msgspec.Struct):
-    choices: list[_Choice]
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1, max_length=1)]
     usage: _Usage | None = None
 
 
+class _InputLogprobs(msgspec.Struct):
+    token_logprobs: list[float | None]
+
+
+class _ScoredChoice(msgspec.Struct):
+    logprobs: _InputLogprobs
+
+
+class _Scored(msgspec.Struct):
+    choices: list[_ScoredChoice]
+
+
 _REPLY = msgspec.json.Decoder(_Reply)
+_SCORES = msgspec.json.Decoder(_Scored)
 
 
 def server_request_id(route: Route, rid: str) -> str:
@@ -429,28 +442,26 @@ def read_reply(
         TransientEngineError: the reply is broken.
     """
     reply = decode_reply(server, _REPLY, payload)
-    if len(reply.choices) != 1:
-        raise broken_reply(server, f"it has {len(reply.choices)} answers instead of one")
-    choice, usage = reply.choices[0], reply.usage or _Usage()
-    reason = FINISH_REASONS.get(choice.finish_reason or "")
-    if reason is None:
-        raise broken_reply(server, f"its finish reason is {choice.finish_reason!r}")
-    if usage.prompt_tokens is not None and usage.prompt_tokens != prompt_tokens:
-        raise broken_reply(
-            server, f"it is about a prompt of {usage.prompt_tokens} tokens, not {prompt_tokens}"
-        )
+    (choice,), usage = reply.choices, reply.usage or _Usage()
+    if usage.prompt_tokens not in (None, prompt_tokens):
+        raise broken_reply(server, f"it is about {usage.prompt_tokens} prompt tokens, not {prompt_tokens}")
     ids = choice.token_ids
-    if ids is None:
-        raise broken_reply(
-            server, "it has no token_ids: this vLLM is too old, or something between removes them"
-        )
-    logprobs = _read_logprobs(server, choice.logprobs or _Logprobs(), ids) if sampling.logprobs else None
+    logprobs: list[float] | None = None
+    if sampling.logprobs:
+        given = choice.logprobs or _Logprobs()
+        entries = given.content
+        logprobs = given.token_logprobs if entries is None else [entry.logprob for entry in entries]
+        sampled = ids if entries is None else [entry.token_id for entry in entries]
+        if len(logprobs) != len(ids) or sampled != ids:
+            raise broken_reply(server, f"{len(ids)} ids do not match {len(logprobs)} log-probs")
+        if min(logprobs, default=0.0) <= _UNKNOWN_LOGPROB:
+            raise broken_reply(server, "it lacks log-probs")
     check_sampled(server, ids, logprobs, sampling, vocab_size)
     details = usage.prompt_tokens_details or _CachedTokens()
     return Completion(
         token_ids=ids,
         logprobs=logprobs,
-        finish_reason=reason,
+        finish_reason=choice.finish_reason,
         policy_versions=_policy_versions(server, choice.weight_versions, len(ids)),
         cached_prompt_tokens=details.cached_tokens or 0,
     )
@@ -478,20 +489,6 @@ def read_probe(payload: bytes) -> LogprobKind | Literal["none"]:
     if len(known) == len(values) > 1:
         return "raw"
     return "processed" if abs(known[0]) < 1e-4 and len(known) == 1 else "none"
-
-
-def _read_logprobs(server: str, logprobs: _Logprobs, ids: list[int]) -> list[float]:
-    entries, values = logprobs.content, logprobs.token_logprobs or []
-    if entries is not None:
-        values = [entry.logprob for entry in entries]
-        if [entry.token_id for entry in entries] != ids:
-            raise broken_reply(server, f"{len(ids)} ids do not match {len(entries)} log-probs")
-    if len(values) != len(ids):
-        raise broken_reply(server, f"{len(ids)} ids do not match {len(values)} log-probs")
-    known = [value for value in values if value is not None and value > _UNKNOWN_LOGPROB]
-    if len(known) != len(values):
-        raise broken_reply(server, f"it lacks the log-probs of {len(values) - len(known)} tokens")
-    return known
 
 
 def _policy_versions(server: str, spans: list[_Span] | None, tokens: int) -> list[tuple[int, int]]:

