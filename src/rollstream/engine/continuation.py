@@ -115,19 +115,20 @@ class PartialCompletion:
             ValueError: log-probs were asked for, and there is not one for each id.
         """
         whole, start, count = self._whole, len(self), len(piece.token_ids)
-        if whole.logprobs is not None:
-            logprobs = piece.logprobs or []
-            if len(logprobs) != count:
-                raise ValueError(f"{count} sampled ids came with {len(logprobs)} log-probs")
-            whole.logprobs += logprobs
-        if not start:  # the prompt's; later pieces find the request's own tokens, too
-            whole.cached_prompt_tokens = piece.cached_prompt_tokens
-        whole.token_ids += piece.token_ids
-        versions = whole.policy_versions
+        logprobs, versions = whole.logprobs, list(whole.policy_versions)
+        if logprobs is not None:
+            if len(piece.logprobs or []) != count:
+                raise ValueError(f"{count} sampled ids came with {len(piece.logprobs or [])} log-probs")
+            logprobs = logprobs + (piece.logprobs or [])
         for offset, version in piece.policy_versions:
             # A run without tokens, at the end, says nothing: the next piece begins there.
             if offset < count and (not versions or versions[-1][1] != version):
                 versions.append((start + offset, version))
+        # The prompt's; later pieces find the request's own tokens, too.
+        cached = whole.cached_prompt_tokens if start else piece.cached_prompt_tokens
+        self._whole = Completion(
+            whole.token_ids + piece.token_ids, logprobs, "abort", versions, cached_prompt_tokens=cached
+        )
 
     def finish(self, piece: Completion) -> Completion:
         """The whole, ended by `piece` and for its reason; `piece` itself when it is the only one."""
@@ -137,7 +138,7 @@ class PartialCompletion:
         return self.result(piece.finish_reason)
 
     def result(self, finish_reason: FinishReason) -> Completion:
-        """What there is, as a completion. The last thing that is asked for."""
+        """What there is, as a completion."""
         versions = self._whole.policy_versions or [(0, 0)]
         return replace(self._whole, finish_reason=finish_reason, policy_versions=versions)
 
