@@ -55,14 +55,9 @@ _MAY_HOLD_SECRETS = (
 _FREE_FORM = (*_MAY_HOLD_SECRETS, f"{_ROLLOUT}.launch.args", f"{_ROLLOUT}.launch.env", "train_tasks")
 """Keys whose content `generation.yaml` does not list. A launch's is searched for secrets where it is planned."""
 
-_RENDERING = {
-    "conversation",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-    "return_dict",
-}
+_RENDERING = frozenset(
+    ("conversation", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict")
+)
 """Arguments of transformers' `apply_chat_template` that say how a template is used, and are no variables of it."""
 
 _LAUNCHED = ("sglang", "vllm")
@@ -84,14 +79,7 @@ class ForeignKeys(Protocol):
         problems: list[str],
         notes: MutableMapping[str, list[str]],
     ) -> None:
-        """Takes its keys out of a layer, or puts rollstream's in their place.
-
-        Args:
-            values: The layer, by dotted key.
-            written: The keys that its author wrote; the others come from config groups.
-            problems: Gets what would change the data and cannot be done.
-            notes: Gets the keys that are left out, by the reason why.
-        """
+        """Takes its keys out of a layer, or puts rollstream's in their place. Arguments as of `_known_part`."""
 
 
 _COMPOSING = threading.Lock()
@@ -141,7 +129,7 @@ def compose(overrides: Sequence[str] = (), *, layers: Iterable[Mapping[str, Any]
         engine = "openvino" if rollout.server_urls else choose_engine(model)
         OmegaConf.update(config, f"{_ROLLOUT}.name", engine)
         settings = to_settings(config)
-    if unused := [*_unused(settings)]:
+    if unused := _unused(settings):
         logger.warning("no effect with this engine and generation.executor: %s", ", ".join(unused))
     return config
 
@@ -430,11 +418,11 @@ def _known_part(
     """The values of a layer that rollstream has keys for, by dotted key.
 
     Args:
-        tree: The layer.
-        own: The part that its author wrote. The rest comes from config groups: there unknown keys are only
-            noted, and null means "not set".
-        problems: Gets what is wrong.
-        notes: Gets the other keys, those that can be left out, by the reason why.
+        tree: The layer; `values` is the same by dotted key.
+        own: The part that its author wrote, `written` its keys. The rest comes from config groups: there unknown
+            keys are only noted, and null means "not set".
+        problems: Gets what is wrong, or would change the data and cannot be done.
+        notes: Gets the keys that can be left out, by the reason why.
     """
     values, written = _flat(tree), set(_flat(own))
     for keys in _foreign_keys():
@@ -554,23 +542,19 @@ def _conflicts(settings: Settings) -> Iterator[str]:
         yield f"generation.export=[{exports}] needs the artifact, which generation.final_merge=false leaves out"
 
 
-def _unused(settings: Settings) -> Iterator[str]:
+def _unused(settings: Settings) -> list[str]:
     """Keys that are set and have no effect. They are no errors because verl's configurations have them always."""
     rollout, trainer, ray = settings.actor_rollout_ref.rollout, settings.trainer, settings.ray_kwargs
-    executor = settings.generation.executor
-    launches = executor == "verl" or (rollout.name in _LAUNCHED and not rollout.server_urls)
-    if executor != "verl" and settings.generation.verl_overrides:
-        yield "generation.verl_overrides"
-    if executor == "local":
-        if rollout.agent.num_workers is not None:
-            yield f"{_ROLLOUT}.agent.num_workers"
-        if ray.timeline_json_file is not None:
-            yield "ray_kwargs.timeline_json_file"
-        if ray.worker:
-            yield "ray_kwargs.worker"
-        if rollout.launch.where != "ray" and any(value is not None for value in ray.ray_init.values()):
-            yield "ray_kwargs.ray_init"
-    if not launches and trainer.n_gpus_per_node is not None:
-        yield "trainer.n_gpus_per_node"
-    if not launches and trainer.nnodes > 1:
-        yield "trainer.nnodes"
+    is_local, is_verl = (settings.generation.executor == name for name in ("local", "verl"))
+    launches = is_verl or (rollout.name in _LAUNCHED and not rollout.server_urls)
+    joins = not is_local or rollout.launch.where == "ray"
+    unused = {
+        "generation.verl_overrides": settings.generation.verl_overrides and not is_verl,
+        f"{_ROLLOUT}.agent.num_workers": rollout.agent.num_workers is not None and is_local,
+        "ray_kwargs.timeline_json_file": ray.timeline_json_file is not None and is_local,
+        "ray_kwargs.worker": ray.worker and is_local,
+        "ray_kwargs.ray_init": any(value is not None for value in ray.ray_init.values()) and not joins,
+        "trainer.n_gpus_per_node": trainer.n_gpus_per_node is not None and not launches,
+        "trainer.nnodes": trainer.nnodes > 1 and not launches,
+    }
+    return [key for key, is_unused in unused.items() if is_unused]

@@ -1,6 +1,7 @@
 """A look at the first prompt rows: what is probably not as it was meant, though every row can be read."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from rollstream.chat.template import TurnTemplate
@@ -31,12 +32,14 @@ def first_look(
             f"none of the first {len(rows)} prompt rows has a ground truth, so the reward function is given None: "
             f"data.ground_truth_key names its column (other columns: {', '.join(rows[0].columns) or 'none'})"
         )
-    own = _structure(tokenizer)
-    quoted = [tokenizer.special_tokens_in(_text(row)) & own for row in rows]
-    if some := [tokens for tokens in quoted if tokens]:
+    own = set()  # the special tokens that the template puts around a message
+    with suppress(DataError):  # it wants other messages; the rows say more
+        own = tokenizer.special_tokens_in(tokenizer.render_text([{"role": "user", "content": "."}]))
+    quoted = [tokens for row in rows if (tokens := tokenizer.special_tokens_in(_text(row)) & own)]
+    if quoted:
         lines.append(
-            f"{len(some)} of the first {len(rows)} prompts have special tokens of the chat template in their text "
-            f"already ({', '.join(sorted(some[0]))}), and the template is put around it once more: give messages, "
+            f"{len(quoted)} of the first {len(rows)} prompts have special tokens of the chat template in their text "
+            f"already ({', '.join(sorted(quoted[0]))}), and the template is put around it once more: give messages, "
             "or plain text (docs/data.md)"
         )
     if unread := sum(bool(tools := row.columns.get("tools")) and not row_tools(tools) for row in rows):
@@ -52,14 +55,6 @@ def first_look(
             f"{in_text} of the first {len(prompts)} prompts are messages as JSON text: taken as messages"
         )
     return lines
-
-
-def _structure(tokenizer: ChatTokenizer) -> set[str]:
-    """The special tokens that the chat template puts around a message."""
-    try:
-        return tokenizer.special_tokens_in(tokenizer.render_text([{"role": "user", "content": "."}]))
-    except DataError:  # it wants other messages; the rows say more
-        return set()
 
 
 def _text(row: PromptRow) -> str:

@@ -43,14 +43,13 @@ from tests.unit.integrations.tracking.runs import run_in
 folder = Path(sys.argv[1])
 (folder / "trajectories.zip").write_bytes(b"stored")
 run = run_in(folder)
-active = wandb.init(project="theirs", id="theirid1", dir=str(folder)) if sys.argv[2] == "active" else None
+active = wandb.init(project="theirs", id="theirid1", dir=str(folder))
 tracker = WandbTracker()
-if sys.argv[2] == "active":
-    tracker.open(run)  # a run of our own beside theirs
-    assert wandb.run is active
-    tracker.close(succeeded=True)
-    assert wandb.run is active
-    active.log({"x": 1})
+tracker.open(run)  # a run of our own beside theirs
+assert wandb.run is active
+tracker.close(succeeded=True)
+assert wandb.run is active
+active.log({"x": 1})
 print("UPLOADED", tracker.upload(run, folder / "trajectories.zip", "mine"))
 """
 
@@ -116,18 +115,13 @@ def test_figures_config_and_artifact_are_kept_and_nothing_of_the_command_line(tm
 
 
 def test_an_active_run_gets_the_artifact_and_is_left_as_it_is(tmp_path: Path) -> None:
-    offline(UPLOAD, tmp_path, "active")
+    offline(UPLOAD, tmp_path)
 
     def has_artifact(run_id: str) -> bool:
         return any(b"trajectories.zip" in one.SerializeToString() for one in records(tmp_path, run_id))
 
     assert has_artifact("theirid1")
     assert not has_artifact(RUN_ID)
-
-
-def test_without_any_run_the_artifact_gets_one_of_its_own(tmp_path: Path) -> None:
-    offline(UPLOAD, tmp_path, "alone")
-    assert any(b"trajectories.zip" in one.SerializeToString() for one in records(tmp_path))
 
 
 def test_nobody_is_asked_for_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
