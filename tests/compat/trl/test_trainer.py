@@ -24,8 +24,7 @@ from trl.trainer import grpo_trainer
 
 from rollstream.agent.single_turn import SingleTurnAgent
 from rollstream.errors import ConfigError, GenerationFailedError, WeightUpdateError
-from rollstream.integrations.trl import GRPOEnvTrainer, RolloutEnvironment
-from rollstream.integrations.trl import trainer as home
+from rollstream.integrations.trl import GRPOEnvTrainer, RolloutEnvironment, groups
 from rollstream.integrations.trl.checkpoints import STATE_FILE
 from rollstream.integrations.trl.groups import EnvironmentGroups
 from rollstream.view.sources import TrainingSource
@@ -286,7 +285,7 @@ def test_a_rollout_that_hangs_does_not_end_the_training(
         return await plain(self, *arguments, **keywords)
 
     monkeypatch.setattr(SingleTurnAgent, "run", run)
-    monkeypatch.setattr(home, "_ROLLOUT_SHARE", 5 / 300)
+    monkeypatch.setattr(groups, "_ROLLOUT_SHARE", 5 / 300)
     made = trainer(tmp_path, rows(ROWS))
     made.train()
     assert made.state.global_step == 3 and hung
@@ -301,7 +300,7 @@ def test_a_reward_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "reward.py").write_text(
         "import asyncio\nasync def compute_score(**_):\n    await asyncio.Event().wait()\n"
     )
-    monkeypatch.setattr(home, "_ROLLOUT_SHARE", 1 / 300)
+    monkeypatch.setattr(groups, "_ROLLOUT_SHARE", 1 / 300)
     made = trainer(tmp_path, rows(ROWS), env=env, max_failed_groups=0)
     with pytest.raises(
         GenerationFailedError, match="cut off in its reward function: it took longer than 1 s"

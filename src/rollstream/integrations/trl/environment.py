@@ -5,8 +5,7 @@ decides (sampling, lengths, seed, repeats) comes from its own arguments.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from omegaconf import DictConfig
@@ -19,6 +18,9 @@ from rollstream.errors import ConfigError, DataError
 from rollstream.integrations.configured_groups import Layers, refuse_without_effect, resolve_config
 from rollstream.sampling import sampling_of_row
 from rollstream.trajectory import PromptRow, SamplingParams
+
+if TYPE_CHECKING:
+    from rollstream.integrations.trl.config import GRPOEnvConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -45,25 +47,6 @@ IMAGE_COLUMNS = ("images", "image")
 
 _SEEDED = ("hf", "openvino")
 """Engines that repeat themselves: with others the seed would be an error at start."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerSays:
-    """The trainer's part of the settings of rollouts."""
-
-    model_path: str | None
-    """The folder or name that the model was loaded from; the environment's own key goes before it."""
-    temperature: float
-    response_length: int
-    n: int
-    """Rollouts of a group."""
-    seed: int
-    weights_dir: str | None = None
-    """The folder where weights are written for servers."""
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """For every rendering of the chat template: `data.apply_chat_template_kwargs`."""
-    tokenizer: Any = None
-    """The trainer's, of transformers: the environment's must be the same. None: nobody knows."""
 
 
 class RolloutEnvironment:
@@ -94,29 +77,33 @@ class RolloutEnvironment:
         self.limits_attempts = is_set(given, self._overrides, self._layers, "attempt_timeout", other)
         """Whether `generation.attempt_timeout` is set, if to its default."""
 
-    def resolve(self, trainer: TrainerSays) -> DictConfig:
+    def resolve(self, args: "GRPOEnvConfig", model_path: str | None) -> DictConfig:
         """The whole configuration. Builds the tasks' files, if there are any.
+
+        Args:
+            args: of the trainer.
+            model_path: the folder or name that its model was loaded from; a key of one's own goes before it.
 
         Raises:
             ConfigError: trainer and environment give the chat template different arguments, or servers that
                 are launched would not know where weights may come from.
         """
         values: dict[str, Any] = {
-            "temperature": trainer.temperature,
-            "n": trainer.n,
-            "response_length": trainer.response_length,
+            "temperature": args.temperature,
+            "n": args.num_generations,
+            "response_length": args.max_completion_length,
             "name": self.engine_name,
         }
         tree: dict[str, Any] = {"actor_rollout_ref": {"rollout": values}}
         if self._given.actor_rollout_ref.rollout.launch.server == "rollstream":
-            if trainer.weights_dir is None:
+            if args.weights_dir is None:
                 raise ConfigError("servers of `rollstream serve` load weights from below weights_dir: set it")
-            values["launch"] = {"args": {"weights": [trainer.weights_dir]}}
+            values["launch"] = {"args": {"weights": [args.weights_dir]}}
         if self.engine_name in _SEEDED:
-            tree["generation"] = {"seed": trainer.seed}
+            tree["generation"] = {"seed": args.seed}
         if self._given.actor_rollout_ref.model.path is None:
-            tree["actor_rollout_ref"]["model"] = {"path": trainer.model_path}
-        if theirs := dict(trainer.template_kwargs):
+            tree["actor_rollout_ref"]["model"] = {"path": model_path}
+        if theirs := dict(args.chat_template_kwargs or {}):
             own = self._given.data.apply_chat_template_kwargs
             if own and own != theirs:
                 raise ConfigError(

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollstream.config.load import to_settings
 from rollstream.daemon_threads import in_daemon_thread
@@ -20,7 +20,7 @@ from rollstream.engine.base import Capabilities, Engine
 from rollstream.engine.continuation import ContinuingEngine, OnUpdate
 from rollstream.errors import ConfigError, GroupFailedError, TrainingError
 from rollstream.integrations.configured_groups import build_worker, check_scores
-from rollstream.integrations.trl.environment import RolloutEnvironment, TrainerSays, refuse_sampling
+from rollstream.integrations.trl.environment import RolloutEnvironment, refuse_sampling
 from rollstream.reward.rules import RuleReward
 from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, load_agents
@@ -31,7 +31,14 @@ from rollstream.training.ahead import BatchesAhead
 from rollstream.training.plan import PlannedGroup
 from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory
 
+if TYPE_CHECKING:
+    from rollstream.integrations.trl.config import GRPOEnvConfig
+
 logger = logging.getLogger(__name__)
+
+_ROLLOUT_SHARE = 0.8
+"""The share of the time for a batch that one rollout of it may take. One that hangs has failed
+then, while the batch can still come; most are begun before it is asked for, so little has to be left."""
 
 _FAILED = "rollstream_failed"
 """In the `extra` of a stand-in's trajectory: the error."""
@@ -42,14 +49,13 @@ class EnvironmentGroups:
 
     Args:
         environment: what rollouts are made of.
-        trainer: what the trainer decides.
+        args: of the trainer.
         rows: how many prompt rows the training has.
         load_row: the prompt row of an index of the plan.
+        model_path: the folder or name that the trainer's model was loaded from.
+        tokenizer: the trainer's, of transformers: the environment's must be the same. None: nobody knows.
         lent_model: weights that the `hf` engine shares, instead of loading its own; None: it has its own.
         agent_names: of the loops that rows name, besides the default one: checked at start.
-        max_failed_groups: groups in a row of which no rollout is left that are let pass.
-        rollout_timeout: seconds for a rollout of a group with all its attempts, unless the environment sets
-            `generation.attempt_timeout`.
         scores: an environment that can score none of the rows does not start. False: somebody else scores.
     """
 
@@ -59,25 +65,27 @@ class EnvironmentGroups:
     def __init__(
         self,
         environment: RolloutEnvironment,
-        trainer: TrainerSays,
+        args: "GRPOEnvConfig",
         rows: int,
         load_row: Callable[[int], PromptRow],
         *,
+        model_path: str | None,
+        tokenizer: Any,
         lent_model: Any,
         agent_names: set[str],
-        max_failed_groups: int,
-        rollout_timeout: float,
         scores: bool,
     ) -> None:
         self._environment = environment
-        self._trainer = trainer
+        self._args = args
         self._rows = range(rows)
         self._load_row = load_row
+        self._model_path = model_path
+        self._tokenizer = tokenizer
         self._lent = lent_model
         self._agent_names = agent_names
-        self._max_failed_groups = max_failed_groups
         self._failed_groups = 0  # in a row
-        self._rollout_timeout = None if environment.limits_attempts else rollout_timeout
+        seconds = _ROLLOUT_SHARE * args.async_generation_timeout
+        self._rollout_timeout = None if environment.limits_attempts else seconds
         self._scores = scores
         self._built: BuiltWorker | None = None
         self._opened = contextlib.AsyncExitStack()
@@ -86,14 +94,15 @@ class EnvironmentGroups:
         """The engine; None before `start`."""
 
     async def start(self) -> None:
-        settings = to_settings(await in_daemon_thread(self._environment.resolve, self._trainer))
+        resolve = self._environment.resolve
+        settings = to_settings(await in_daemon_thread(resolve, self._args, self._model_path))
         setup = await build_setup(settings, await load_agents(settings))
         self._opened.push_async_callback(setup.close)
         if self._scores:
             await in_daemon_thread(check_scores, setup, map(self._load_row, self._rows))
-        refuse_sampling(setup.sampling, self._trainer.temperature)
+        refuse_sampling(setup.sampling, self._args.temperature)
         setup.images = None  # what a tool shows could not be trained on
-        _check_tokenizer(self._trainer.tokenizer, setup)
+        _check_tokenizer(self._tokenizer, setup)
         first = [self._load_row(index) for index in self._rows[:LOOKED_AT]]
         for line in first_look(first, setup.tokenizer, scored=not isinstance(setup.reward, RuleReward)):
             logger.warning("%s", line)
@@ -110,14 +119,14 @@ class EnvironmentGroups:
         self._places = asyncio.Semaphore(in_flight_limit(settings))
 
     async def generate(self, group: PlannedGroup) -> Sequence[Rollout]:
-        row, n = self._load_row(group.index), self._trainer.n
+        row, n = self._load_row(group.index), self._args.num_generations
         rows = [(row, group.epoch * n + place) for place in range(n)]
         rollouts, errors = await self._run_all(rows, self._rollout_timeout)
         self._failed_groups = self._failed_groups + 1 if len(errors) == n else 0
-        if self._failed_groups > self._max_failed_groups:
+        if self._failed_groups > self._args.max_failed_groups:
             raise GroupFailedError(
                 f"{self._failed_groups} groups in a row failed whole (max_failed_groups="
-                f"{self._max_failed_groups}), the last one of row {group.index}: {errors[-1]}"
+                f"{self._args.max_failed_groups}), the last one of row {group.index}: {errors[-1]}"
             )
         return rollouts
 
@@ -194,7 +203,7 @@ class EnvironmentGroups:
                 max_model_len=rollout.max_model_len,
                 engine_kwargs=rollout.engine_kwargs,
             )
-        return TrainedEngine(engine, self._trainer.temperature, on_update=rollout.on_weight_update)
+        return TrainedEngine(engine, self._args.temperature, on_update=rollout.on_weight_update)
 
 
 class TrainedEngine(ContinuingEngine):

@@ -30,7 +30,6 @@ from rollstream.integrations.trl.config import GRPOEnvConfig
 from rollstream.integrations.trl.environment import (
     IMAGE_COLUMNS,
     RolloutEnvironment,
-    TrainerSays,
     check_dataset,
     datasets_of,
     read_row,
@@ -65,10 +64,6 @@ from rollstream.training.group import GroupBatch
 from rollstream.training.plan import FunctionPlan
 from rollstream.training.timing import StepTimes
 from rollstream.trajectory import PromptRow, SamplingParams
-
-_ROLLOUT_SHARE = 0.8
-"""The share of the time for a batch that one rollout of it may take. One that hangs has failed
-then, while the batch can still come; most are begun before it is asked for, so little has to be left."""
 
 _FILLS = TrainingError("it only fills up a batch")
 
@@ -592,30 +587,19 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._from_main(begin)
 
     def _make_groups(self) -> EnvironmentGroups:
-        args, tokenizer = self.args, self.processing_class
-        lent = None
+        lent, tokenizer = None, self.processing_class
         if self._shares_weights:
             autocast = self.accelerator.autocast if self.accelerator.mixed_precision != "no" else None
             lent = lend(self.accelerator.unwrap_model(self.model), autocast)
-        says = TrainerSays(
-            model_path=self.model.config._name_or_path or None,
-            temperature=args.temperature,
-            response_length=args.max_completion_length,
-            n=args.num_generations,
-            seed=args.seed,
-            weights_dir=args.weights_dir,
-            template_kwargs=args.chat_template_kwargs or {},
-            tokenizer=getattr(tokenizer, "tokenizer", tokenizer),
-        )
         return EnvironmentGroups(
             self._environment,
-            says,
+            self.args,
             len(self.train_dataset),
             self._load_row,
+            model_path=self.model.config._name_or_path or None,
+            tokenizer=getattr(tokenizer, "tokenizer", tokenizer),
             lent_model=lent,
             agent_names=self._agent_names,
-            max_failed_groups=args.max_failed_groups,
-            rollout_timeout=_ROLLOUT_SHARE * args.async_generation_timeout,
             scores=len(self.reward_funcs) == 1,
         )
 

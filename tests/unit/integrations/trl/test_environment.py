@@ -1,7 +1,8 @@
 """What an environment takes, and what it leaves to the trainer."""
 
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import orjson
 import pytest
@@ -12,7 +13,6 @@ from rollstream.errors import ConfigError, DataError
 from rollstream.integrations.configured_groups import ConfiguredGroups
 from rollstream.integrations.trl.environment import (
     RolloutEnvironment,
-    TrainerSays,
     check_dataset,
     read_row,
 )
@@ -22,6 +22,12 @@ from rollstream.trajectory import SamplingParams
 pytest.importorskip("torch")
 
 SAMPLING = SamplingParams(64)
+
+
+def args(**changed: Any) -> Any:
+    """As much of the trainer's arguments as an environment takes."""
+    values = {"temperature": 1.0, "max_completion_length": 8, "num_generations": 2, "seed": 0}
+    return SimpleNamespace(**{"weights_dir": None, "chat_template_kwargs": None, **values, **changed})
 
 
 @pytest.mark.parametrize(
@@ -67,11 +73,10 @@ def test_keys_of_data_are_refused_beside_a_dataset(word: str) -> None:
 def test_servers_that_are_launched_load_weights_from_the_trainers_folder(tmp_path: Path) -> None:
     rollout = "actor_rollout_ref.rollout"
     environment = RolloutEnvironment([f"{rollout}.name=sglang", f"{rollout}.launch.server=rollstream"])
-    says = TrainerSays("model", 1.0, 8, 2, 0, weights_dir=str(tmp_path))
-    args = environment.resolve(says).actor_rollout_ref.rollout.launch.args
-    assert args == {"weights": [str(tmp_path)]}
+    config = environment.resolve(args(weights_dir=str(tmp_path)), "model")
+    assert config.actor_rollout_ref.rollout.launch.args == {"weights": [str(tmp_path)]}
     with pytest.raises(ConfigError, match="weights_dir"):
-        environment.resolve(replace(says, weights_dir=None))
+        environment.resolve(args(), "model")
 
 
 def test_datasets_that_cannot_be_trained_on_are_refused() -> None:
@@ -123,7 +128,9 @@ def test_rows_may_say_where_an_answer_ends() -> None:
 
 def test_the_trainers_values_reach_the_configuration() -> None:
     environment = RolloutEnvironment(["actor_rollout_ref.rollout.name=hf", "data.max_prompt_length=77"])
-    config = environment.resolve(TrainerSays("/models/a", 0.9, 33, 6, 5))
+    config = environment.resolve(
+        args(temperature=0.9, max_completion_length=33, num_generations=6, seed=5), "/models/a"
+    )
     rollout = config.actor_rollout_ref.rollout
     assert (rollout.temperature, rollout.response_length, rollout.n) == (0.9, 33, 6)
     assert config.actor_rollout_ref.model.path == "/models/a"
@@ -132,13 +139,13 @@ def test_the_trainers_values_reach_the_configuration() -> None:
 
 
 def test_arguments_of_the_chat_template_come_from_one_side() -> None:
-    said = TrainerSays("/models/a", 1.0, 8, 2, 0, template_kwargs={"enable_thinking": False})
+    trainers = args(chat_template_kwargs={"enable_thinking": False})
     word = "data.apply_chat_template_kwargs.enable_thinking"
     for words in ([], [f"+{word}=false"]):
-        resolved = RolloutEnvironment(words).resolve(said)
+        resolved = RolloutEnvironment(words).resolve(trainers, "/models/a")
         assert resolved.data.apply_chat_template_kwargs == {"enable_thinking": False}
     with pytest.raises(ConfigError, match="give one of them"):
-        RolloutEnvironment([f"+{word}=true"]).resolve(said)
+        RolloutEnvironment([f"+{word}=true"]).resolve(trainers, "/models/a")
 
 
 def test_a_limit_of_attempts_that_is_set_is_known_as_such() -> None:
