@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-import orjson
+import msgspec
 
 from rollstream.engine.base import EngineLoad, ReportsLoad
 from rollstream.errors import EngineOverloadedError
@@ -81,27 +81,39 @@ def read_metrics(page: bytes, names: Mapping[str, str]) -> EngineLoad | None:
     )
 
 
+class _Rank(msgspec.Struct):
+    num_waiting_reqs: int
+    num_running_reqs: int | None = None
+    """Of `/v1/loads`; of `/get_load` there is `num_reqs`, which counts those that wait as well."""
+    num_reqs: int = 0
+    token_usage: float | None = None
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Rank]
+
+
+_LOADS: msgspec.json.Decoder[_Loads | list[_Rank]] = msgspec.json.Decoder(_Loads | list[_Rank])
+
+
 def read_sglang_loads(body: bytes) -> EngineLoad | None:
     """The load by SGLang's `/v1/loads`, or its predecessor `/get_load`; None for anything else.
 
-    The former has `num_running_reqs`, the latter `num_reqs`, which counts those that wait as well. Both have
-    an entry for each data-parallel rank.
+    Both have an entry for each data-parallel rank.
     """
     try:
-        value = orjson.loads(body)
-        entries = value["loads"] if isinstance(value, dict) else value
-        queued = sum(int(entry["num_waiting_reqs"]) for entry in entries)
-        running = sum(
-            int(entry["num_running_reqs"])
-            if "num_running_reqs" in entry
-            else int(entry["num_reqs"] - entry["num_waiting_reqs"])
-            for entry in entries
-        )
-        usage = [float(entry["token_usage"]) for entry in entries if "token_usage" in entry]
-    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        answer = _LOADS.decode(body)
+    except msgspec.DecodeError:
         return None
+    ranks = answer.loads if isinstance(answer, _Loads) else answer
+    queued = sum(rank.num_waiting_reqs for rank in ranks)
+    running = sum(
+        rank.num_reqs - rank.num_waiting_reqs if rank.num_running_reqs is None else rank.num_running_reqs
+        for rank in ranks
+    )
+    usage = [rank.token_usage for rank in ranks if rank.token_usage is not None]
     load = EngineLoad(max(0, running), queued, max(usage, default=None))
-    return load if entries and _is_sound(load) else None
+    return load if ranks and _is_sound(load) else None
 
 
 class LoadSum:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
+import msgspec
 
 PROBE_FILE = "rollstream_probe.json"
 """Beside the weights: `{"logprobs": [...]}` of `PROBE_IDS[1:]`, of the model that the folder's weights are of."""
@@ -37,13 +37,20 @@ class Scores:
     """By the same weights in the trainer; None where it wrote none."""
 
 
+class _Probe(msgspec.Struct):
+    logprobs: list[float | None]
+
+
+_PROBE = msgspec.json.Decoder(_Probe)
+
+
 def read_probe(source: str) -> list[float] | None:
     """The trainer's log-probs of the weights in a folder; None where there are none, or the folder is not here."""
     try:
-        logprobs = orjson.loads((Path(source).expanduser() / PROBE_FILE).read_bytes())["logprobs"]
-    except (OSError, ValueError, LookupError, TypeError):
+        probe = _PROBE.decode((Path(source).expanduser() / PROBE_FILE).read_bytes())
+    except (OSError, msgspec.DecodeError):
         return None
-    values = [math.nan if value is None else float(value) for value in logprobs]
+    values = [math.nan if value is None else value for value in probe.logprobs]
     return values if len(values) == len(PROBE_IDS) - 1 else None
 
 
@@ -66,7 +73,7 @@ def own_logprobs(model: Any, vocab_size: int) -> list[float]:
 
 def write_probe(folder: Path, logprobs: Sequence[float]) -> None:
     """Puts the trainer's log-probs beside its weights, see `own_logprobs`."""
-    (folder / PROBE_FILE).write_bytes(orjson.dumps({"logprobs": list(logprobs)}))
+    (folder / PROBE_FILE).write_bytes(msgspec.json.encode(_Probe(list(logprobs))))
 
 
 def find_problem(now: Scores, before: Scores | None) -> str | None:
