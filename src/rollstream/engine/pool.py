@@ -67,7 +67,6 @@ class _Request:
     """A caller's request, over all the replicas that have a part in it."""
 
     sent: ReplicaRequest
-    """As the replica has it that works on it."""
     member: Member | None = None
     """Works on it; None between two replicas."""
     timeout: asyncio.Timeout | None = None
@@ -88,9 +87,7 @@ class Router:
     replicas that are alike it is the one with the least in flight, and one that is slow gets less.
     """
 
-    def __init__(self, remembered: int = _REMEMBERED_SESSIONS) -> None:
-        self._rng = random.Random()
-        self._remembered = remembered
+    def __init__(self) -> None:
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
     def pick(self, candidates: Sequence[Member], session: str) -> Member:
@@ -109,10 +106,10 @@ class Router:
                     chosen = member
         if chosen is None:
             near = zip(candidates, waits, strict=True)
-            chosen = self._rng.choice([member for member, wait in near if wait <= least * (1 + 1e-9)])
+            chosen = random.choice([member for member, wait in near if wait <= least * (1 + 1e-9)])
         self._sessions[session] = chosen.name
         self._sessions.move_to_end(session)
-        if len(self._sessions) > self._remembered:
+        if len(self._sessions) > _REMEMBERED_SESSIONS:
             self._sessions.popitem(last=False)
         return chosen
 
@@ -317,8 +314,8 @@ class PoolEngine:
             EngineError: the request is at fault.
         """
         name, now = member.name, asyncio.get_running_loop().time
-        rid = f"{request.sent.request_id}.{self._nonce}{next(self._counter)}"
-        request.sent = sent = replace(request.sent, rid=rid)
+        sent = request.sent
+        sent.rid = f"{sent.request_id}.{self._nonce}{next(self._counter)}"
         request.member, began = member, now()
         if not member.in_flight:
             member.alive_at = began

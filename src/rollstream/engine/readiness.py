@@ -283,24 +283,24 @@ class Readiness:
             *(self._load_and_probe(member, weights) for member in asked), return_exceptions=True
         )
         loaded = [member for member, answer in zip(asked, answers, strict=True) if answer is None]
-        errors: dict[str, BaseException] = {}
-        for member, answer in zip(asked, answers, strict=True):
-            try:
-                if answer is not None:
-                    raise answer
-                self._compare(member, loaded)
-                member.weights = self.wanted = weights
-            except WeightsLostError as error:
-                errors[member.name], member.weights = error, None
-            except _PASSING as error:
-                errors[member.name] = error
-                if healthy or not isinstance(error, ReplicaUnavailableError):  # else it was away before
-                    member.weights = None
-            except EngineError as error:  # it refused, and has its old weights still
-                errors[member.name] = error
-        for member in [*self.members.values()]:
-            if member.weights != self.wanted:
-                self.lost(member, f"{member.name} has no weights of version {self.wanted.version}")
+        errors: dict[str, EngineError] = {}
+        try:
+            for member, answer in zip(asked, answers, strict=True):
+                before, member.weights = member.weights, None
+                try:
+                    if answer is not None:
+                        raise answer
+                    self._compare(member, loaded)
+                    member.weights = self.wanted = weights
+                except EngineError as error:
+                    errors[member.name] = error
+                    was_away = not healthy and isinstance(error, ReplicaUnavailableError)
+                    if was_away or not isinstance(error, (*_PASSING, WeightsLostError)):
+                        member.weights = before  # nothing was loaded
+        finally:
+            for member in [*self.members.values()]:
+                if member.weights != self.wanted:
+                    self.lost(member, f"{member.name} has no weights of version {self.wanted.version}")
         causes = [f"{name}: {error}" for name, error in errors.items()]
         causes += [
             f"{name}: it is not healthy, or loads older weights"
