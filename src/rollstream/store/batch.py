@@ -460,7 +460,7 @@ def _checked_footer(path: Path, file: pq.ParquetFile) -> _Footer:
 def _parquet_schema() -> pq.ParquetSchema:
     """`SCHEMA` as files have it: compared in a hundredth of the time."""
     sink = pa.BufferOutputStream()
-    pq.write_table(SCHEMA.empty_table(), sink)
+    pq.ParquetWriter(sink, SCHEMA).close()  # `write_table` would import pandas
     return pq.read_metadata(pa.BufferReader(sink.getvalue())).schema
 
 
