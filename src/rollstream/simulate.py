@@ -46,18 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Predicts, and prints what it predicts."""
-    from rollstream.training.simulate import Comparison, Setup, parse_duration
+    from rollstream.training.simulate import Setup, compare, format_comparison, parse_duration
 
     given = {name: value for name, value in vars(options).items() if name in Setup.__match_args__}
     given["generation"] = parse_duration(options.generation)
     if options.ahead is None:
         given["ahead"] = options.max_staleness
-    compared = Comparison(Setup(**given))
+    setup = Setup(**given)
+    compared = compare(setup)
     if options.json:
         written = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
-        sys.stdout.write(orjson.dumps(compared.to_json(), option=written).decode() + "\n")
+        sys.stdout.write(orjson.dumps(compared, option=written).decode() + "\n")
     else:
-        sys.stdout.write(compared.table() + "\n")
+        sys.stdout.write(format_comparison(setup, compared) + "\n")
     return 0
 
 

@@ -205,69 +205,61 @@ def simulate(setup: Setup) -> Prediction:
     )
 
 
-class Comparison:
-    """A setup beside the synchronous one, and beside what could be set otherwise."""
+def compare(setup: Setup) -> dict[str, Any]:
+    """A setup's prediction, as JSON values (keys may be numbers), and what could be set otherwise beside it.
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        self.chosen = simulate(setup)
-        self.by_ahead = {
-            ahead: simulate(replace(setup, ahead=ahead, max_staleness=ahead)) for ahead in (0, 1, 2, 4)
-        }
-        """The same with so many batches ahead (0: synchronous), and a staleness bound of as many steps."""
-        in_flight = replace(setup, weights="in_flight")
-        self.in_flight = simulate(in_flight)
-        """The setup, but weight updates wait for nobody."""
-        slack = _SLACK * setup.ahead
-        self.first = simulate(replace(in_flight, order="first", max_staleness=slack))
-        """That with `order="first"` and a greater staleness bound: long groups are overtaken."""
-        synchronous_s = self.by_ahead[0].step_s
-        self.speed_up = synchronous_s / self.chosen.step_s
-        """How many times faster than synchronous a step is."""
-        fastest = min(prediction.step_s for prediction in self.by_ahead.values())
-        self.fewest_ahead = 0
-        """Batches ahead beyond which a step gets no faster; 0: asynchrony does not pay."""
-        if synchronous_s >= _WORTH_IT * fastest:
-            self.fewest_ahead = next(
-                ahead for ahead, one in self.by_ahead.items() if one.step_s <= _AS_GOOD * fastest
-            )
+    Returns:
+        The fields of the `Prediction`; `setup`, `ideal_s`; `by_ahead`: predictions with so many batches ahead (0:
+        synchronous) and a staleness bound of as many steps; `in_flight`: the setup, but weight updates wait for
+        nobody; `first`: that with `order="first"` and a greater staleness bound, so that long groups are
+        overtaken; `speed_up`: how many times faster than synchronous a step is; `fewest_ahead`: batches ahead
+        beyond which a step gets no faster, 0 if asynchrony does not pay.
+    """
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it; keys may be numbers, which JSON writes as text."""
-        return {
-            "setup": asdict(self.setup),
-            "ideal_s": self.setup.ideal_s,
-            "speed_up": self.speed_up,
-            "fewest_ahead": self.fewest_ahead,
-            **asdict(self.chosen),
-            "synchronous": asdict(self.by_ahead[0]),
-            "by_ahead": {ahead: asdict(prediction) for ahead, prediction in self.by_ahead.items()},
-            "in_flight": asdict(self.in_flight),
-            "first": asdict(self.first),
-        }
+    def predict(**changed: Any) -> dict[str, Any]:
+        return asdict(simulate(replace(setup, **changed)))
 
-    def table(self) -> str:
-        """For people."""
-        setup, synchronous = self.setup, self.by_ahead[0]
-        rows = {
-            "synchronous": synchronous,
-            **{f"ahead {ahead}, staleness <= {ahead}": self.by_ahead[ahead] for ahead in (1, 2, 4)},
-            "as asked": self.chosen,
-            "  weights in flight": self.in_flight,
-            f"  and first, staleness <= {_SLACK * setup.ahead}": self.first,
-        }
-        lines = [f"{'':<26}{'step s':>9}{'speed-up':>10}{'trainer idle':>14}{'engine idle':>13}   staleness"]
-        for name, row in rows.items():
-            lines.append(
-                f"{name:<26}{row.step_s:>9.3g}{synchronous.step_s / row.step_s:>9.2f}x"
-                f"{100 * row.trainer_idle:>12.0f} %{100 * row.engine_idle:>11.0f} %   "
-                + ", ".join(f"{key}: {100 * share:.0f} %" for key, share in row.staleness.items())
-            )
-        lines += [
-            f"{'ideal':<26}{setup.ideal_s:>9.3g}{synchronous.step_s / setup.ideal_s:>9.2f}x",
-            "",
-            f"a step as asked: generation {setup.generation_s:.3g} s, training and update "
-            f"{setup.training_s + setup.update_s:.3g} s, waits for an idle engine {self.chosen.drain_s:.3g} s",
-            f"fewest batches ahead that are as fast as any: {self.fewest_ahead or '0 (asynchrony does not pay)'}",
-        ]
-        return "\n".join(lines)
+    chosen = predict()
+    by_ahead = {ahead: predict(ahead=ahead, max_staleness=ahead) for ahead in (0, 1, 2, 4)}
+    slack = _SLACK * setup.ahead
+    seconds = {ahead: prediction["step_s"] for ahead, prediction in by_ahead.items()}
+    fastest = min(seconds.values())
+    as_good = [ahead for ahead in seconds if seconds[ahead] <= _AS_GOOD * fastest]
+    return {
+        "setup": asdict(setup),
+        "ideal_s": setup.ideal_s,
+        "speed_up": seconds[0] / chosen["step_s"],
+        "fewest_ahead": 0 if seconds[0] < _WORTH_IT * fastest else as_good[0],
+        **chosen,
+        "by_ahead": by_ahead,
+        "in_flight": predict(weights="in_flight"),
+        "first": predict(weights="in_flight", order="first", max_staleness=slack),
+    }
+
+
+def format_comparison(setup: Setup, compared: dict[str, Any]) -> str:
+    """What `compare` found, for people."""
+    rows = {
+        "synchronous": compared["by_ahead"][0],
+        **{f"ahead {ahead}, staleness <= {ahead}": compared["by_ahead"][ahead] for ahead in (1, 2, 4)},
+        "as asked": compared,
+        "  weights in flight": compared["in_flight"],
+        f"  and first, staleness <= {_SLACK * setup.ahead}": compared["first"],
+    }
+    lines = [f"{'':<26}{'step s':>9}{'speed-up':>10}{'trainer idle':>14}{'engine idle':>13}   staleness"]
+
+    def line(name: str, step_s: float) -> str:
+        return f"{name:<26}{step_s:>9.3g}{rows['synchronous']['step_s'] / step_s:>9.2f}x"
+
+    for name, row in rows.items():
+        shares = ", ".join(f"{key}: {100 * share:.0f} %" for key, share in row["staleness"].items())
+        idle = f"{100 * row['trainer_idle']:>12.0f} %{100 * row['engine_idle']:>11.0f} %"
+        lines.append(f"{line(name, row['step_s'])}{idle}   {shares}")
+    lines += [
+        line("ideal", setup.ideal_s),
+        "",
+        f"a step as asked: generation {setup.generation_s:.3g} s, training and update "
+        f"{setup.training_s + setup.update_s:.3g} s, waits for an idle engine {compared['drain_s']:.3g} s",
+        f"fewest batches ahead that are as fast as any: {compared['fewest_ahead'] or '0 (asynchrony does not pay)'}",
+    ]
+    return "\n".join(lines)

@@ -51,8 +51,8 @@ def make(folder: Path, weights: Any, *words: str, **changed: Any) -> Snapshots:
     )
 
 
-@pytest.fixture(scope="module", params=["sum_then_normalize", "normalize_then_sum"])
-def made(request: Any, edits: Any, tmp_path_factory: Any) -> Snapshots:
+@pytest.fixture(scope="module")
+def made(edits: Any, tmp_path_factory: Any) -> Snapshots:
     """One batch in three steps, which change nothing."""
     trainer = make(
         tmp_path_factory.mktemp("run"),
@@ -60,7 +60,6 @@ def made(request: Any, edits: Any, tmp_path_factory: Any) -> Snapshots:
         max_steps=3,
         steps_per_generation=3,
         per_device_train_batch_size=4,
-        multi_objective_aggregation=request.param,
         loss_type="dapo",
         beta=0.1,
         learning_rate=0.0,
