@@ -73,7 +73,7 @@ class Bench:
         self.prompt = self.stack.prompt
         self.result = text_of(self.tokenizer, RESULT_TOKENS)
         worker: Any = self.stack.worker("tool_agent")
-        resources: AgentResources = worker._resources
+        resources: AgentResources = worker.resources
         answers = [ids for ids, _ in self.stack.engine._answers]
         self.resources = AgentResources(
             FreshEngine(answers, self.tokenizer),
