@@ -50,13 +50,7 @@ class Conversation:
         logprobs: bool = True,
         tools: list[dict[str, Any]] | None = None,
     ) -> None:
-        """Args:
-        loop: whose conversation it is; its engine, template and limits are used.
-        messages: of the prompt; copied.
-        prompt_ids: as rendered, see `AgentLoop.render`.
-        logprobs: whether log-probs are kept; as `sampling.logprobs`.
-        tools: schemas that the prompt shows.
-        """
+        """A prompt of these messages, rendered by `AgentLoop.render` with these tools; `logprobs` are kept or not."""
         self._loop = loop
         self._tools = tools
         self.messages: list[Message] = list(messages)
@@ -120,11 +114,8 @@ class Conversation:
     def add(self, messages: list[Message]) -> bool:
         """Adds what the model shall answer: tool results, or a user's message.
 
-        Returns:
-            False if it leaves no room for an answer; then nothing was added.
-
-        Raises:
-            DataError: the chat template refuses the messages.
+        False if it leaves no room for an answer: then nothing was added. Raises `DataError`: the chat template
+        refuses the messages.
         """
         return self._append(messages, self._ids_after(messages, []))
 
@@ -173,12 +164,9 @@ class Conversation:
         return True
 
     def trajectory(self, finish_reason: str, *, extra: dict[str, Any] | None = None) -> Trajectory:
-        """The trajectory so far.
+        """The trajectory so far; `extra` are JSON values to keep with it.
 
-        Args:
-            finish_reason: `stop`, `length`, `max_turns`, `tool_overflow`, `aborted`; an engine's `abort`
-                is taken as `aborted`.
-            extra: JSON values to keep with it.
+        `finish_reason` is `stop`, `length`, `max_turns`, `tool_overflow`, `aborted`, or an engine's `abort`.
         """
         return Trajectory(
             prompt_ids=self.track.prompt_ids,

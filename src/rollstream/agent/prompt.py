@@ -48,11 +48,11 @@ class PromptRenderer:
         images: ImageReader | None = None,
     ) -> None:
         """Args:
-        tokenizer: of the model. With `NoTokenizer` prompts have no ids, and no limit.
+        tokenizer: with `NoTokenizer` prompts have no ids, and no limit.
         prompt_length: in tokens.
         truncation: what happens to a longer prompt. One with images is never cut.
         tool_schemas: shown to the model by loops that execute no tools.
-        images: for rows that have some; None: the model sees none.
+        images: None: the model sees none.
         """
         self._tokenizer = tokenizer
         self._prompt_length = prompt_length
@@ -103,13 +103,9 @@ class PromptRenderer:
     ) -> list[int]:
         """Ids of a prompt without images, at most `prompt_length`. Do not change the list.
 
-        Args:
-            messages: the prompt.
-            prompt_key: of the row: its repeats are rendered once, as long as their messages are the same.
-            tools: schemas to show; None shows `tool_schemas`.
-
-        Raises:
-            DataError: the template refuses the messages, or they are too long and truncation is `error`.
+        Repeats of a row are rendered once, as long as their messages are the same. `tools` None shows
+        `tool_schemas`. Raises `DataError`: the template refuses the messages, or they are too long and
+        truncation is `error`.
         """
         if not self._tokenizer.makes_ids:
             _refuse_images(messages)

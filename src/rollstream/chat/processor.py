@@ -64,9 +64,8 @@ class ChatProcessor:
     ) -> list[int]:
         """As `ChatTokenizer.render`, with `images`: one for each image part of the messages, in order.
 
-        Raises:
-            DataError: the chat template refuses these messages or does not show each image once, or the
-                processor refuses an image.
+        Raises `DataError`: the template refuses these messages or does not show each image once, or the
+        processor refuses an image.
         """
         text = self._tokenizer.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         return self.encode(text, images)
@@ -145,8 +144,7 @@ def load_processor(
 ) -> ChatProcessor | None:
     """Loads the processor of a model, by folder or hub name; None if transformers knows none for it.
 
-    Raises:
-        ConfigError: it cannot be loaded, or Pillow is not installed.
+    Raises `ConfigError`: it cannot be loaded, or Pillow is not installed.
     """
     local = Path(path).expanduser()
     if local.is_dir() and not any((local / name).is_file() for name in _PROCESSOR_FILES):

@@ -96,12 +96,7 @@ class TurnTemplate:
         return ids[self._already_there(sampled_ids, ids, lambda: self._end(marked, added, text, tools)) :]
 
     def why_not(self, *, calls: bool, tools: Tools = None) -> str | None:
-        """Why nothing can follow an answer; None if it can.
-
-        Args:
-            calls: an answer with a call, which its result follows; else one of text, and a user's message.
-            tools: schemas that the prompt shows.
-        """
+        """Why nothing can follow an answer of text (or, with `calls`, one of a call); None if it can."""
         answer, added = _ANSWER, [_QUESTION]
         if calls:
             call = _call("c00000000", tools[0]["function"]["name"] if tools else "f")
@@ -125,8 +120,7 @@ class TurnTemplate:
             messages: the conversation before it.
             answer: the assistant's message; arguments of calls are mappings, or text if unreadable.
             tools: schemas, as for the prompt.
-            ended: whether the turn has ended: then the token that ends it is the last one, if the tokenizer
-                knows it for an end (`ChatTokenizer.end_ids`).
+            ended: whether the turn has ended: then its end token is the last one, if `end_ids` has it.
 
         Raises:
             DataError: the template refuses the message.
@@ -173,9 +167,7 @@ class TurnTemplate:
     def tool_messages(self, calls: list[dict[str, Any]], contents: Sequence[Any]) -> list[Message]:
         """Tool results as messages of role `tool`, in order; one user message where there is no such role.
 
-        Args:
-            calls: of the assistant's message, in OpenAI's form.
-            contents: one for each call: text, or a list of parts.
+        `contents` are one for each of the assistant's calls: text, or a list of parts.
         """
         if self.has_tool_role:
             return [
@@ -295,13 +287,9 @@ class TurnTemplate:
         return re.compile("|".join(re.escape(text) for text in texts if text.strip()) or r"(?!)")
 
     def _already_there(self, sampled: Sequence[int], ids: list[int], find_end: Callable[[], str]) -> int:
-        """How many of `ids`, from the first, the sampled ids make superfluous.
+        """How many of `ids`, which the template puts after the answer, the sampled ids make superfluous.
 
-        Args:
-            sampled: what the model wrote.
-            ids: what the template puts after it.
-            find_end: gives what the template puts after the answer when nothing follows; "" when it does not
-                mark the end.
+        `find_end` gives what it puts there when nothing follows; "" when it does not mark the end.
         """
         tokenizer = self._tokenizer
         tail = list(sampled[-_TAIL:])

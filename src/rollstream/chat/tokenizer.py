@@ -41,11 +41,7 @@ class ChatTokenizer:
         template_kwargs: dict[str, Any] | None = None,
         end_ids: Iterable[int] = (),
     ) -> None:
-        """Args:
-        tokenizer: a transformers tokenizer.
-        template_kwargs: go to every rendering.
-        end_ids: tokens that end the model's turn, besides the tokenizer's own end token.
-        """
+        """A transformers tokenizer; `end_ids` end the model's turn, besides the tokenizer's own end token."""
         self._tokenizer = tokenizer
         own = tokenizer.eos_token_id
         self.end_ids = frozenset([*end_ids, *([] if own is None else [own])])
@@ -116,15 +112,9 @@ class ChatTokenizer:
     ) -> list[int]:
         """Ids of a conversation, ready for the model to answer.
 
-        Args:
-            messages: the conversation.
-            tools: schemas to show.
-            add_generation_prompt: end with the beginning of an answer.
-            continue_final_message: end inside the last message, an answer that the model goes on with;
-                there is no generation prompt then.
-
-        Raises:
-            DataError: the chat template refuses these messages.
+        With `add_generation_prompt` they end with the beginning of an answer; with `continue_final_message`
+        inside the last message, an answer that the model goes on with. Raises `DataError`: the chat template
+        refuses these messages.
         """
         if not continue_final_message:
             text = self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)

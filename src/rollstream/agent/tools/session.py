@@ -128,14 +128,9 @@ def read_row_arguments(tools_kwargs: Mapping[str, Any]) -> dict[str, RowArgument
 
 
 def select_tools(selection: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """The tools of a row, in the order it names them.
+    """The tools of a row, in the order that `extra_info.tool_selection` has; nothing in it means all, as in verl.
 
-    Args:
-        selection: `extra_info.tool_selection`; None or nothing in it means all, as in verl.
-        known: All tools.
-
-    Raises:
-        DataError: It is no list, or names an unknown tool.
+    Raises `DataError`: it is no list, or names an unknown tool.
     """
     if isinstance(selection, str | Mapping):
         raise DataError(f"extra_info.tool_selection is {selection!r}, want a list of tool names")
@@ -179,19 +174,11 @@ class ToolSession:
         return [tool.schema for tool in self._tools.values()]
 
     async def run(self, calls: Sequence[ToolCall], **context: Any) -> list[ToolResult]:
-        """Runs the calls of one turn.
+        """Runs the calls of one turn, some at once; they begin in this order, and so do the results stand.
 
-        Args:
-            calls: All of them run, some at once; they begin in this order.
-            context: Given to `execute` of class tools by name, where they take it; of `messages`, each
-                gets a copy of its own.
-
-        Returns:
-            The results, in the same order. Whatever a tool does becomes one.
-
-        Raises:
-            CancelledError: The caller was cancelled.
-            TransientError: The toolbox was closed meanwhile: there is no result that would be true.
+        Whatever a tool does becomes a result. `context` is given to `execute` of class tools by name, where they
+        take it; of `messages`, each gets a copy of its own. Raises `TransientError`: the toolbox was closed
+        meanwhile, so there is no result that would be true.
         """
         if self._ending is not None:
             raise RuntimeError("the tool session is closed")
@@ -211,15 +198,10 @@ class ToolSession:
         return [task.result() for task in tasks]
 
     async def close(self) -> dict[str, float]:
-        """Asks each instance for its reward, then releases it; also when the caller is being cancelled.
+        """Asks each instance for its reward, then releases it, also when the caller is being cancelled.
 
-        It takes at most twice the timeout, waiting for a thread excluded. Calling it again gives the same.
-
-        Returns:
-            Rewards by tool, of those that gave one.
-
-        Raises:
-            CancelledError: The caller was cancelled meanwhile; everything is released all the same.
+        Gives the rewards by tool, of those that gave one; again when called again. It takes at most twice the
+        timeout, waiting for a thread excluded.
         """
         if self._ending is None:
             self._ending = asyncio.create_task(self._end())

@@ -120,9 +120,8 @@ class ToolBox:
     async def describe(self) -> None:
         """Asks MCP servers for their tools, once: connects, lists, and disconnects.
 
-        Raises:
-            ConfigError: A server cannot be reached, lacks a tool that is asked for, or two tools have the
-                same name.
+        Raises `ConfigError`: a server cannot be reached, lacks a tool that is asked for, or two tools have the
+        same name.
         """
         if self._tools is not None:
             return
@@ -150,13 +149,8 @@ class ToolBox:
     ) -> ToolSession:
         """The tools of one rollout. Whoever takes it closes it.
 
-        Args:
-            tools_kwargs: The row's arguments by tool; tools that are not here are passed over, as in verl.
-            selection: The tools of this rollout; None or an empty one means all.
-            request_id: Of the rollout, for messages.
-
-        Raises:
-            DataError: The row names an unknown tool, or its arguments have another shape.
+        `tools_kwargs` are the row's arguments by tool; tools that are not here are passed over, as in verl.
+        Raises `DataError`: the row names an unknown tool, or its arguments have another shape.
         """
         if self._closed:
             raise RuntimeError("the toolbox is closed")

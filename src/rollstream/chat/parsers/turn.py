@@ -231,12 +231,7 @@ class OpenCall:
     def __init__(
         self, turn: TurnReader, opening: str, closings: Sequence[str] = (), others: Sequence[str] = ()
     ) -> None:
-        """Args:
-        turn: its cursor stands where the call begins.
-        opening: the marker there; it may be missing.
-        closings: markers of the call's end, if the format has some.
-        others: markers before which a call ends, too.
-        """
+        """A call that begins at the cursor by `opening`, which may be missing; it ends before `others`, too."""
         self.turn = turn
         self.position = turn.past(opening, turn.position)
         """How far the call could be read."""

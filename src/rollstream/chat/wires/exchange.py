@@ -104,13 +104,7 @@ class Wire(Protocol):
     """What a stream says while the answer is awaited."""
 
     def read(self, body: Mapping[str, Any], *, images: bool, strict: bool = False) -> Asked:
-        """Reads a request.
-
-        Args:
-            body: of the request.
-            images: whether the model can be shown some.
-            strict: what would be noted and passed over is refused, but for what is harmless.
-        """
+        """Reads a request. If `strict`, what would be noted and passed over is refused, but for what is harmless."""
         ...
 
     def body(self, asked: Asked, answer: Answer) -> dict[str, Any]:
