@@ -43,9 +43,6 @@ _LOG_LINES = 200
 Result = Rollout | EncodedRollout | Failure
 """What became of a rollout; encoded where it has travelled."""
 
-Run = Callable[[PromptRow, int], Awaitable[Rollout | Failure]]
-"""Executes one rollout to its end. Raises `EngineLostError` when the engine stays away."""
-
 
 @dataclass(frozen=True, slots=True)
 class BuiltWorker:
@@ -60,8 +57,6 @@ class BuiltWorker:
     """Asked how busy it is, where it is this worker's own, so that its load is added to the others'."""
     follow: Callable[[Sequence[str]], Awaitable[None]] | None = None
     """Takes the URLs of the engine's servers when they change."""
-    run: Run | None = None
-    """Called instead of the worker's own; whatever it does before or after that."""
     load: EngineLoad | None = None
 
     @property
@@ -228,7 +223,7 @@ class WorkerHost:
         except Exception as error:
             self._deliver(make_failure(item.index, item.repeat, item.prompt_key, 1, "prompt", error))
             return
-        result: Result = await (self._running.run or self._running.worker.run)(row, item.repeat)
+        result: Result = await self._running.worker.run(row, item.repeat)
         if self._place is not None and isinstance(result, Rollout):
             try:
                 result = self._codec.encode(result)
