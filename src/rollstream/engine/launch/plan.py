@@ -190,8 +190,7 @@ def launch_plan(
     devices = Devices()
     if server != "rollstream":
         devices = Devices((), VISIBLE) if request.devices_per_node == 0 else machine_devices()
-    has = f"this machine has {len(devices.ids)} devices that are visible"
-    count, each = count_replicas(server, request, [len(devices.ids)], has)
+    count, each = count_replicas(server, request, [len(devices.ids)])
     inherited = path_to_rollstream() if server == "rollstream" and python is None else {}
     plans = []
     for index in range(count):
@@ -211,17 +210,16 @@ def launch_plan(
     return plans
 
 
-def count_replicas(
-    server: ServerKind, request: LaunchRequest, found: Sequence[int], has: str
-) -> tuple[int, int]:
+def count_replicas(server: ServerKind, request: LaunchRequest, found: Sequence[int]) -> tuple[int, int]:
     """The number of replicas, and of devices of each. All devices are used where no number is asked for.
 
-    `found` are the devices of each node; `has` says so, for messages.
+    `found` are the devices of each node that this process may use.
 
     Raises:
         ConfigError: more than there is, sizes that do not divide, a replica that no node can hold.
     """
     each, nodes, per_node = request.devices_each, request.nodes, request.devices_per_node
+    has = f"there are {' + '.join(map(str, found))} devices"
     sizes = f"a replica takes {each} devices ({' x '.join(_SIZES)})"
     if server == "rollstream":
         if per_node:
@@ -264,7 +262,7 @@ def claim(server: ServerKind, request: LaunchRequest, nodes: Sequence[Mapping[st
     """
     kind = next((name for name in _DEVICES if any(node.get(name, 0) >= 1 for node in nodes)), "")
     found = [int(node.get(kind, 0)) for node in nodes]
-    count, each = count_replicas(server, request, found, f"the cluster's nodes have {found} devices")
+    count, each = count_replicas(server, request, found)
     bundle = {**({kind: float(each)} if each else {}), **replica_resources(request.actor_options)}
     room = sum(
         min(int(node.get(name, 0) / amount + 1e-9) for name, amount in bundle.items()) for node in nodes

@@ -73,11 +73,11 @@ def test_replicas_use_the_devices_there_are_or_it_is_refused(
         possible = replicas <= used // each
     if not possible:
         with pytest.raises(ConfigError):
-            count_replicas("sglang", request, [found], "")
+            count_replicas("sglang", request, [found])
     elif used:
-        assert count_replicas("sglang", request, [found], "") == (replicas or used // each, each)
+        assert count_replicas("sglang", request, [found]) == (replicas or used // each, each)
     else:
-        assert count_replicas("sglang", request, [found], "") == (replicas or 1, 0)
+        assert count_replicas("sglang", request, [found]) == (replicas or 1, 0)
 
 
 def test_rollstream_serve_takes_no_devices() -> None:
