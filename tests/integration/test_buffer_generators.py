@@ -16,7 +16,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from rollstream.buffer.client import AsyncBufferClient, BufferClientError
+from rollstream.buffer.client import AsyncBufferClient
 from rollstream.testing.stub_chat import ChatStub
 from tests.support.buffer import serve_buffer
 from tests.support.until import PATIENCE_S
@@ -179,41 +179,6 @@ async def test_a_file_that_knows_no_uids_goes_on_without_what_is_complete(tmp_pa
                 await read(client)
             await read(client)  # there is nothing more
     assert found == {f"i{i}": 1 for i in range(24)}
-
-
-async def test_failures_reach_the_reader_and_a_mended_file_goes_on(tmp_path: Path) -> None:
-    broken = "import requests_that_is_not_there\nTASK_TYPE = 'later'\ndef run_rollout(data):\n    pass\n"
-    hopeless = (
-        "from rollstream.errors import ConfigError\nTASK_TYPE = 'hopeless'\n"
-        "def run_rollout(data):\n    raise ConfigError('no such prompts')\n"
-    )
-    generators = write_generators(tmp_path / "generators", hopeless=hopeless)
-    with serve_buffer(tmp_path / "buffer", "--generators", str(generators)) as server:
-        async with AsyncBufferClient(server.url) as client, asyncio.timeout(PATIENCE_S):
-            with pytest.raises(BufferClientError, match="hopeless") as unknown:
-                await client.start_job({"task_type": "later", "num_repeat_per_sample": 2})
-            assert unknown.value.status == 400
-            record = await client.start_job({"task_type": "hopeless", "num_repeat_per_sample": 2})
-            async with await client.read(timeout=PATIENCE_S) as lease:
-                (failure,) = lease.failures
-            assert failure["error"] == "ConfigError: no such prompts" and failure["final"]
-            assert "in run_rollout" in failure["traceback"]
-            async with aiohttp.ClientSession(server.url) as raw:
-                async with raw.post("/get_rollout_data", json={}) as response:
-                    body = await response.json()
-                assert not body["success"] and "no such prompts" in body["message"]
-                (generators / "later_generator.py").write_text(broken)
-                async with raw.post("/v1/jobs", json={"task_type": "later"}) as response:
-                    assert response.status == 400
-                    assert "requests_that_is_not_there" in await response.text()
-                (generators / "later_generator.py").write_text(broken.partition("\n")[2])
-                async with raw.post("/v1/jobs", json={"task_type": "later"}) as response:
-                    assert response.status in (200, 201, 202)
-                    assert (await response.json())["id"] != record["id"]
-            while (await client.stats())["job"]["state"] == "running":
-                await asyncio.sleep(0.05)
-            assert (await client.stats())["failures"] == []
-        assert server.stop() == 0
 
 
 async def test_the_template_for_an_agent_of_ones_own(tmp_path: Path) -> None:

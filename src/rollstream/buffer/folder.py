@@ -49,22 +49,14 @@ class BufferFolder:
         return found
 
     async def __aenter__(self) -> Self:
-        if (clock := self._database.read(_clock)) is None:
-            await self._store.close()
-            raise RunDirectoryError(
-                f"{self._folder}: nothing is in it yet, its server's first start failed; start the server again"
-            )
-        self._database.set_clock(clock)
+        self._database.set_clock(self._database.read(_clock))
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._store.close()
 
 
-def _clock(tx: Any) -> float | None:
-    """The store's clock, had it gone on since the last change; None: nothing is set up."""
-    there = tx.rows("SELECT 1 FROM sqlite_master WHERE name = 'totals'")
-    if not there or not (rows := tx.rows("SELECT json FROM totals")):
-        return None
-    totals, now = orjson.loads(rows[0][0]), time.time()
+def _clock(tx: Any) -> float:
+    """The store's clock, had it gone on since the last change."""
+    totals, now = orjson.loads(tx.rows("SELECT json FROM totals")[0][0]), time.time()
     return float(totals.get("clock", 0.0) + max(0.0, now - totals.get("changed", now)))

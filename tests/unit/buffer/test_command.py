@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import orjson
 import pytest
 
-from rollstream.buffer.store.sqlite import FILE
 from rollstream.cli import main
 from tests.support.buffer import generator, group, item, serve_buffer
 from tests.support.until import PATIENCE_S, wait_until
@@ -151,15 +149,6 @@ def test_status_and_show(tmp_path: Path, capsys: Capture) -> None:
     assert "1 ready" in printed("status", str(tmp_path / "buffer")), "the server is gone"
     assert main(["buffer", "status", str(tmp_path)]) == 2
     assert "is not the folder of a buffer" in capsys.readouterr().err
-
-
-def test_status_of_a_folder_whose_first_start_failed(tmp_path: Path, capsys: Capture) -> None:
-    connection = sqlite3.connect(tmp_path / FILE)
-    for statement in ("PRAGMA user_version = 0", "CREATE TABLE totals (id INTEGER PRIMARY KEY, json TEXT)"):
-        connection.execute(statement)
-        connection.commit()
-        assert main(["buffer", "status", str(tmp_path)]) == 2
-        assert "first start failed" in capsys.readouterr().err
 
 
 def test_status_says_why_a_job_failed(tmp_path: Path, capsys: Capture) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import orjson
 import pytest
 
-from rollstream.web import ServerLimits
 from tests.support.buffer import SPOILS_2, Served, generator, group, item, large_item, served, served_job
 
 NOTHING: dict[str, Any] = {"data": [], "meta_info": {}}
@@ -120,16 +119,6 @@ async def test_a_read_takes_another_group_for_one_that_a_hook_spoils(tmp_path: P
         assert [one["instance_id"] for one in answer["data"]["data"]] == [1, 1, 3, 3, 4, 4]
 
 
-async def test_bad_items_are_refused_and_touch_nothing(tmp_path: Path) -> None:
-    bad = (b"", b"[]", b'{"items":[]}', b'{"a":' * 100_000, orjson.dumps({**item(1, 1), "reward": "0.5"}))
-    async with served(tmp_path) as buffer:
-        for body in bad:  # which items are bad: `test_items`
-            status, answer = await buffer.post("/buffer/write", data=body)
-            assert status == 400 and answer["success"] is False, body[:80]
-            assert answer["message"] == answer["detail"] == answer["error"]["message"]
-        assert (await buffer.stats())["items_written"] == 0
-
-
 async def test_bad_requests(tmp_path: Path) -> None:
     async with served(tmp_path) as buffer:
         wrong = (
@@ -149,19 +138,6 @@ async def test_bad_requests(tmp_path: Path) -> None:
         await buffer.get("/health")
         assert not refused.done(), "its client asks again at once"
         assert (await refused)[0] == 400
-
-
-async def test_too_large_is_refused_while_it_comes(tmp_path: Path) -> None:
-    async with served(tmp_path, http_limits=ServerLimits(max_body=100_000)) as buffer:
-
-        async def in_parts() -> Any:
-            for _ in range(400):
-                yield b"y" * 10_000
-
-        for data in (orjson.dumps(item(1, 1, "big", note="x" * 200_000)), in_parts()):
-            status, answer = await buffer.post("/buffer/write", data=data)
-            assert (status, answer["error"]["code"]) == (413, "too_large")
-        assert (await buffer.post("/buffer/write", item(1, 1, "fine")))[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/get_rollout_data", "/v1/read"])
