@@ -109,7 +109,7 @@ def without_batches(root: Path) -> None:
     shutil.rmtree(RunPaths(root).batches)
 
 
-@pytest.mark.parametrize("made", [None, merged, without_batches])
+@pytest.mark.parametrize("made", [None, without_batches])
 def test_readers_see_the_scores_that_they_name(tmp_path: Path, made: Callable[[Path], None] | None) -> None:
     root = run_of(tmp_path / "run", seal=made is not None)
     before, texts = everywhere(root, tmp_path), answers(root)

@@ -145,7 +145,7 @@ async def test_validate_says_what_is_wrong(tmp_path: Path) -> None:
     for target in [*(paths.batch(number) for number in paths.batch_numbers()), paths.artifact]:
         good = target.read_bytes()
         detected = 0
-        places = range(4, len(good), max(1, len(good) // 10))
+        places = range(4, len(good), max(1, len(good) // 5))
         for at in places:
             broken = bytearray(good)
             broken[at] ^= 0x20
