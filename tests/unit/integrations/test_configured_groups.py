@@ -53,9 +53,9 @@ def test_raw_log_probs_of_another_distribution_are_refused(tmp_path: Path) -> No
         with BatchesAhead(ShuffledPlan(len(groups.rows)), groups, groups_per_step=2) as batches:
             return [rollout.final.finish_reason for rollout in batches.next_batch(120).rollouts]
 
-    with pytest.raises(ConfigError, match=r"temperature 0\.7"):
+    with pytest.raises(ConfigError, match=r"temperature.*0\.7"):
         first(f"{rollout}.temperature=0.7")
-    with pytest.raises(TrainingError, match="top_k 3"):
+    with pytest.raises(TrainingError, match=r"top_k.*3"):
         first(sampling_params={"top_k": 3})
     assert first(f"{rollout}.temperature=0.7", f"{rollout}.calculate_log_probs=false")
 

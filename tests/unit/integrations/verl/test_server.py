@@ -152,6 +152,6 @@ async def test_raw_log_probs_of_another_distribution_are_refused(monkeypatch: py
     assert raw.capabilities.logprobs == "raw"
     monkeypatch.setattr("rollstream.integrations.verl.server.create_engine", lambda *_, **__: raw)
     sampling = {"temperature": 0.7, "top_p": 1.0, "top_k": -1}
-    with pytest.raises(ConfigError, match=r"temperature 0\.7"):
+    with pytest.raises(ConfigError, match=r"temperature.*0\.7"):
         await server_of(read({"urls": ["http://x"]}, **sampling, calculate_log_probs=True)).start()
     await server_of(read({"urls": ["http://x"]}, **sampling, calculate_log_probs=False)).start()
