@@ -139,8 +139,8 @@ def test_answers_without_text_are_read_by_the_tokenizer_that_the_run_keeps(
     report = orjson.loads(capsys.readouterr().out)
     assert (report["mean_reward"], report["failed"]) == (1.0, 0)
     (foreign / "tokenizer.json").unlink()
-    assert main(["score", str(foreign), "--reward", "mine.py", "--name", "no", "--json"]) == 1
-    assert "tokenizer.json" in capsys.readouterr().out
+    assert main(["score", str(foreign), "--reward", "mine.py", "--name", "no", "--json"]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from rollstream.engine.base import ChatPrompt
 from rollstream.engine.detect import detect_server
 from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer
 from rollstream.engine.openai import OpenAIEngine
 from rollstream.errors import ConfigError, EngineError
+from rollstream.trajectory import SamplingParams
 
 
 @pytest.fixture
@@ -48,6 +50,13 @@ async def test_no_redirect_is_followed(leading: tuple[str, list[str]]) -> None:
             await server.post("/generate", b"{}", is_healthy=healthy, wanted=lambda: True)
     finally:
         await server.close()
+    hosted = OpenAIEngine([url], model_path="org/model")
+    await hosted.start()
     with pytest.raises(EngineError):
-        await OpenAIEngine([url], model_path="org/model").start()
+        await hosted.chat(
+            ChatPrompt([{"role": "user", "content": "hi"}], []),
+            SamplingParams(4, logprobs=False),
+            request_id="a",
+        )
+    await hosted.close()
     assert asked == []
