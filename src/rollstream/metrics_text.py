@@ -23,11 +23,11 @@ def family(
 def metrics_page(families: Iterable[Any]) -> bytes:
     """The page of these metrics."""
     registry = CollectorRegistry()
-    registry.register(_Families(list(families)))
+    registry.register(_Collector(list(families)))
     return generate_latest(registry)
 
 
-class _Families:
+class _Collector:
     def __init__(self, families: list[Any]) -> None:
         self._families = families
 

@@ -497,8 +497,8 @@ class WebServer:
         self._render_error = render_error
         self._on_answer = on_answer
         self._servers: list[asyncio.Server] = []
-        self._connections: set[_Connection] = set()
-        self._idle: dict[_Connection, None] = {}
+        self._connections: set[_ClientConnection] = set()
+        self._idle: dict[_ClientConnection, None] = {}
         """Connections on which no request is answered, the longest idle first."""
         self._handlers: dict[asyncio.Task[Any], web.RequestHandler] = {}
         self._watch: asyncio.Task[None] | None = None
@@ -516,7 +516,7 @@ class WebServer:
             if not 0 <= port <= 65535:
                 raise OverflowError("a port is a number from 0 to 65535")
             server = await loop.create_server(
-                lambda: _Connection(
+                lambda: _ClientConnection(
                     self, self._manager, loop, self._connections, self.limits.max_connections
                 ),
                 host or None,
@@ -546,7 +546,7 @@ class WebServer:
     async def listening_at(self, path: Path, *, most: int) -> AsyncIterator[None]:
         """Takes `most` connections at once at a Unix socket, too, from whoever may open it. `start` comes first."""
         loop = asyncio.get_running_loop()
-        connection = functools.partial(_Connection, self, self._manager, loop, set(), most)
+        connection = functools.partial(_ClientConnection, self, self._manager, loop, set(), most)
         server = await loop.create_unix_server(connection, path, backlog=most)
         self._servers.append(server)
         try:
@@ -595,7 +595,7 @@ class WebServer:
         began = time.perf_counter()
         response: web.StreamResponse
         task = cast("asyncio.Task[Any]", asyncio.current_task())
-        connection = cast(_Connection, raw.protocol)
+        connection = cast(_ClientConnection, raw.protocol)
         self._handlers[task] = connection
         self._idle.pop(connection, None)
         request, route = Request(raw, self), None
@@ -624,7 +624,7 @@ class WebServer:
         self._on_answer(route, response.status, time.perf_counter() - began)
         return response
 
-    async def _send(self, request: Request, connection: "_Connection", response: web.Response) -> None:
+    async def _send(self, request: Request, connection: "_ClientConnection", response: web.Response) -> None:
         """Sends a large answer in parts, so that no second copy of it waits; what is small aiohttp sends."""
         body = response.body
         if not isinstance(body, bytes) or len(body) <= self.limits.small:
@@ -675,7 +675,7 @@ class WebServer:
                     connection.socket.abort()
 
 
-class _Connection(web.RequestHandler):
+class _ClientConnection(web.RequestHandler):
     """A connection: counted, watched, and able to cancel the handler of its request."""
 
     socket: asyncio.Transport
@@ -685,7 +685,7 @@ class _Connection(web.RequestHandler):
         server: WebServer,
         manager: web.Server,
         loop: asyncio.AbstractEventLoop,
-        others: "set[_Connection]",
+        others: "set[_ClientConnection]",
         most: int,
     ) -> None:
         """Args:

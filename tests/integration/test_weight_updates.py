@@ -20,7 +20,7 @@ from rollstream.engine.openvino import OpenVINOEngine
 from rollstream.engine.openvino_weights import lay_out_weights, read_safetensors
 from rollstream.engine.sglang import SGLangEngine
 from rollstream.errors import EngineError, EngineUnavailableError
-from rollstream.generation.plan import Plan
+from rollstream.generation.plan import GenerationPlan
 from rollstream.generation.run import generate
 from rollstream.store.validate import validate_run
 from rollstream.trajectory import Completion, SamplingParams
@@ -121,15 +121,15 @@ def step_of(version: int) -> int:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[ContinuingEngine]:
     """The engines of runs."""
     engines: list[ContinuingEngine] = []
-    create = Plan.create_engine
+    create = GenerationPlan.create_engine
 
-    def create_and_keep(self: Plan, log_dir: Path) -> Engine:
+    def create_and_keep(self: GenerationPlan, log_dir: Path) -> Engine:
         engine = create(self, log_dir)
         assert isinstance(engine, ContinuingEngine)
         engines.append(engine)
         return engine
 
-    monkeypatch.setattr(Plan, "create_engine", create_and_keep)
+    monkeypatch.setattr(GenerationPlan, "create_engine", create_and_keep)
     return engines
 
 

@@ -17,7 +17,7 @@ FLOORS: list[set[str]] = [
         "web",
         "childproc",
         "user_code",
-        "daemon_threads",
+        "user_calls",
         "stderr_log",
         "stop_signals",
         "metrics_text",

@@ -15,9 +15,9 @@ import msgspec
 import orjson
 
 from rollstream.aio import finish_despite_cancellation
-from rollstream.daemon_threads import CallsRefusedError, UserCalls
 from rollstream.errors import ConfigError, DataError, TransientError
 from rollstream.trajectory import Message
+from rollstream.user_calls import CallsRefusedError, UserCalls
 from rollstream.user_code import construct, import_name, read_yaml, source_digest
 
 logger = logging.getLogger(__name__)
@@ -182,14 +182,14 @@ class InteractionSession:
                 raise RuntimeError(f"{where} raised {error!r:.200}") from error
 
 
-class _Entry(msgspec.Struct):
+class _InteractionEntry(msgspec.Struct):
     class_name: str
     name: str | None = None
     config: dict[Any, Any] | None = None
 
 
 class _File(msgspec.Struct):
-    interaction: Annotated[list[_Entry], msgspec.Meta(min_length=1)]
+    interaction: Annotated[list[_InteractionEntry], msgspec.Meta(min_length=1)]
 
 
 def load_interactions(path: str | None, *, timeout: float) -> Interactions:

@@ -2,7 +2,7 @@
 
 A group is `(instance_id, items)`; items are dicts as on the wire. Nothing that is given is changed: new items
 are made where something differs. The rules are those of slime's rollout buffer, made exact where it leaves
-room (see each function). Hooks of a generator file may call them.
+room (see each function). GroupHooks of a generator file may call them.
 """
 
 import math
@@ -298,7 +298,7 @@ class StoredItem(NamedTuple):
     body: bytes
 
 
-class Hooks(Protocol):
+class GroupHooks(Protocol):
     """Calls the hooks of generator files."""
 
     @property

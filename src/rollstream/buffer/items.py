@@ -90,7 +90,7 @@ class Item(msgspec.Struct, frozen=True, gc=False):
     job: str | None = None
 
 
-class _Message(msgspec.Struct, gc=False):
+class _ItemMessage(msgspec.Struct, gc=False):
     role: Annotated[str, Meta(min_length=1)]
 
 
@@ -100,7 +100,7 @@ class _Extra(msgspec.Struct, gc=False):
 
 class _Head(msgspec.Struct, gc=False):
     instance_id: _Int64 | _Text
-    messages: Annotated[list[_Message], Meta(min_length=1)]
+    messages: Annotated[list[_ItemMessage], Meta(min_length=1)]
     reward: float | None
     uid: _Text | UnsetType = UNSET
     extra_info: _Extra | None = None
@@ -123,14 +123,14 @@ class _PackedHead(_Head, gc=False):
     response_logprobs: memoryview | _Logprobs | None = None
 
 
-class _Batch(msgspec.Struct, gc=False):
+class _ItemBatch(msgspec.Struct, gc=False):
     items: list[msgspec.Raw] | UnsetType = UNSET
 
 
 _decode_json_head = msgspec.json.Decoder(_JsonHead).decode
-_decode_json_batch = msgspec.json.Decoder(_Batch).decode
+_decode_json_batch = msgspec.json.Decoder(_ItemBatch).decode
 _decode_packed_head = msgspec.msgpack.Decoder(_PackedHead).decode
-_decode_packed_batch = msgspec.msgpack.Decoder(_Batch).decode
+_decode_packed_batch = msgspec.msgpack.Decoder(_ItemBatch).decode
 _decode_packed = msgspec.msgpack.Decoder().decode
 _decode_packed_top = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
 

@@ -21,9 +21,9 @@ from msgspec.structs import replace
 
 from rollstream.buffer.groups import (
     FINISHING,
+    GroupHooks,
     GroupSettings,
     HookError,
-    Hooks,
     StoredItem,
     Verdict,
     finish_group,
@@ -96,7 +96,7 @@ class Form(NamedTuple):
 class TaskPolicy:
     """Tells the store about tasks: settings of the server and of jobs, and which hooks judge."""
 
-    def __init__(self, defaults: GroupSettings, hooks: Hooks | None) -> None:
+    def __init__(self, defaults: GroupSettings, hooks: GroupHooks | None) -> None:
         self._defaults, self._hooks = defaults, hooks
         self._of_jobs: dict[str, GroupSettings] = {}
 
@@ -114,7 +114,7 @@ class TaskPolicy:
 class Reads:
     """The reads of one server. `judge` has to run beside them."""
 
-    def __init__(self, store: SqlStore, hooks: Hooks, policy: TaskPolicy) -> None:
+    def __init__(self, store: SqlStore, hooks: GroupHooks, policy: TaskPolicy) -> None:
         self._store, self._hooks, self._policy = store, hooks, policy
         self.waiting = 0
         """Readers that wait."""
@@ -140,7 +140,7 @@ class Reads:
             self._unjudged.set()
 
     def try_again(self) -> None:
-        """Hooks may have been mended: paused tasks go on."""
+        """GroupHooks may have been mended: paused tasks go on."""
         self._paused.clear()
         self._failed_in_a_row.clear()
         self.on_change(Change(ready=True, unjudged=True))
@@ -156,9 +156,9 @@ class Reads:
     # -- taking
 
     @asynccontextmanager
-    async def answering(self, request: Request, form: Form) -> AsyncIterator["Answer"]:
+    async def answering(self, request: Request, form: Form) -> AsyncIterator["ReadAnswer"]:
         """An answer to a read. The leases that are in its list at the end go back."""
-        answer = Answer(self, request, form)
+        answer = ReadAnswer(self, request, form)
         try:
             yield answer
         finally:
@@ -354,7 +354,7 @@ class Reads:
         return meta
 
 
-class Answer:
+class ReadAnswer:
     """The answer to a read, to which groups are written as they are finished."""
 
     def __init__(self, reads: Reads, request: Request, form: Form) -> None:

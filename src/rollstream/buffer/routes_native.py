@@ -41,7 +41,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     pass
 
 
-class Written(msgspec.Struct):
+class WrittenItems(msgspec.Struct):
     stored: int
     known: int
     results: list[str]
@@ -123,7 +123,7 @@ class NativeRoutes:
         lists, chosen = {"query": ListQuery}, {"body": GroupNumbers}
         record, job = {"answer": JobRecord}, "/v1/jobs/{job}"
         return [
-            post("/v1/items", self.write, "Writes items: all or none", answer=Written, limited=True),
+            post("/v1/items", self.write, "Writes items: all or none", answer=WrittenItems, limited=True),
             post("/v1/uids/known", self.known, "Which uids the buffer knows", body=Uids, limited=True),
             post("/v1/read", self.read, "Leases groups", body=ReadRequest),
             get("/v1/leases", self.leases, "What is handed out", query=LeaseQuery),
@@ -150,7 +150,7 @@ class NativeRoutes:
 
     # -- writing
 
-    async def write(self, request: Request) -> Written:
+    async def write(self, request: Request) -> WrittenItems:
         kind = request.media_type
         if kind not in (*MSGPACK, JSON, *_ANY):
             text = f"content-type {kind}: want application/json or application/msgpack"
@@ -160,7 +160,7 @@ class NativeRoutes:
         request.count_surrogates(replaced)
         stored = await self._service.write(items)
         results = ["stored" if one else "known" for one in stored]
-        return Written(sum(stored), len(stored) - sum(stored), results)
+        return WrittenItems(sum(stored), len(stored) - sum(stored), results)
 
     async def known(self, request: Request) -> Any:
         asked = await request.json(Uids, _MAX_UIDS)

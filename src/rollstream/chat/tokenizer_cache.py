@@ -30,7 +30,7 @@ _SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}
 """Files of a model's folder that a tokenizer is made of."""
 
 
-class _Entry(msgspec.Struct, array_like=True):
+class _CachedFiles(msgspec.Struct, array_like=True):
     backend: str
     special_tokens: dict[str, str | list[str]]
     special_ids: list[int]
@@ -42,7 +42,7 @@ class _Entry(msgspec.Struct, array_like=True):
 class CachedTokenizer:
     """The part of transformers' tokenizer that `ChatTokenizer` uses, under its names."""
 
-    def __init__(self, entry: _Entry) -> None:
+    def __init__(self, entry: _CachedFiles) -> None:
         from tokenizers import Tokenizer
 
         self.backend_tokenizer = Tokenizer.from_str(entry.backend)
@@ -105,7 +105,7 @@ def load(folder: Path, make: Callable[[], Any]) -> Any:
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rollstream" / "tokenizers"
     file = root / digest.hexdigest()
     with contextlib.suppress(Exception):  # not there, or damaged: it is made again
-        return CachedTokenizer(msgspec.msgpack.decode(file.read_bytes(), type=_Entry))
+        return CachedTokenizer(msgspec.msgpack.decode(file.read_bytes(), type=_CachedFiles))
     tokenizer = make()
     if (entry := _entry(tokenizer)) is not None:
         with contextlib.suppress(OSError):  # a home that cannot be written costs time, no more
@@ -116,7 +116,7 @@ def load(folder: Path, make: Callable[[], Any]) -> Any:
     return tokenizer
 
 
-def _entry(tokenizer: Any) -> _Entry | None:
+def _entry(tokenizer: Any) -> _CachedFiles | None:
     """All of a tokenizer; None if it does more than `CachedTokenizer` can."""
     from transformers import PreTrainedTokenizerBase
 
@@ -134,7 +134,7 @@ def _entry(tokenizer: Any) -> _Entry | None:
                 tokenizer.pad_token_id,
                 tokenizer.chat_template,
             ],
-            type=_Entry,
+            type=_CachedFiles,
         )
     except Exception:  # `to_str` of parts written in Python; special tokens that are no text
         return None

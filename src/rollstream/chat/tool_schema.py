@@ -103,7 +103,7 @@ class _Function(msgspec.Struct):
     parameters: _Parameters | None = None
 
 
-class _Tool(msgspec.Struct):
+class _CheckedTool(msgspec.Struct):
     """What is checked of a schema; it may hold more."""
 
     type: Literal["function"]
@@ -113,7 +113,7 @@ class _Tool(msgspec.Struct):
 def check_tool_schema(schema: Any, where: str) -> ToolSchema:
     """A schema as it is, if it is whole. Raises `ConfigError`, which names the tool and what is wrong."""
     try:
-        function = msgspec.convert(schema, _Tool).function
+        function = msgspec.convert(schema, _CheckedTool).function
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: tool_schema: {error}") from error
     parameters = function.parameters

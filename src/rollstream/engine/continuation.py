@@ -35,7 +35,7 @@ from rollstream.engine.base import (
 )
 from rollstream.engine.load import RequestMeter
 from rollstream.engine.replica import WeightsLostError
-from rollstream.engine.weight_probe import PROBE_IDS, Scores, find_problem, read_probe
+from rollstream.engine.weight_probe import PROBE_IDS, ProbeScores, find_problem, read_probe
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.trajectory import Completion, FinishReason, SamplingParams
 
@@ -144,7 +144,7 @@ class PartialCompletion:
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _Generation:
     request_id: str
     partial: PartialCompletion
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -198,7 +198,7 @@ class ContinuingEngine:
         self.meter = RequestMeter()
         self._on_update = on_update
         self._check = check
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _Generation] = {}
         self._changed = asyncio.Event()
         """Set when the engine has become empty, or a pause has ended."""
         self._is_open = True
@@ -206,7 +206,7 @@ class ContinuingEngine:
         self.inside = 0
         """Requests that the engine has, whether it works on them or queues them."""
         self._updating = asyncio.Lock()
-        self._proved: Scores | None = None
+        self._proved: ProbeScores | None = None
         """By the weights of the last update."""
         self._closed = False
         self._progress_at = float("-inf")
@@ -239,7 +239,7 @@ class ContinuingEngine:
         self, prompt_ids: list[int], sampling: SamplingParams, request_id: str, images: list[object] | None
     ) -> Completion:
         partial = PartialCompletion(prompt_ids, sampling)
-        request = self._requests[request_id] = _Request(request_id, partial)
+        request = self._requests[request_id] = _Generation(request_id, partial)
         try:
             while True:
                 await self._wait(request, until=lambda: self._is_open and not self.paused)
@@ -341,7 +341,7 @@ class ContinuingEngine:
         self._wake_all()
         await self.engine.close()
 
-    def _inside(self) -> list[_Request]:
+    def _inside(self) -> list[_Generation]:
         return [request for request in self._requests.values() if request.is_inside]
 
     def _weights(self) -> int | None:
@@ -352,7 +352,7 @@ class ContinuingEngine:
         """
         return getattr(self.engine, "weight_changes", getattr(self.engine, "version", None))
 
-    async def _send(self, request: _Request, images: list[object] | None) -> Completion:
+    async def _send(self, request: _Generation, images: list[object] | None) -> Completion:
         """Asks the engine for the next piece. Nothing else can happen between the wait and the engine."""
         request.cut_by_update, request.weights = False, self._weights()
         request.is_inside = True
@@ -371,7 +371,7 @@ class ContinuingEngine:
             self._progress_at = asyncio.get_running_loop().time()
         return piece
 
-    def _keep(self, request: _Request, piece: Completion) -> bool:
+    def _keep(self, request: _Generation, piece: Completion) -> bool:
         """Takes a piece that was cut off. Returns whether the request has more tokens than ever before."""
         partial = request.partial
         length = len(partial) + len(piece.token_ids)
@@ -389,7 +389,7 @@ class ContinuingEngine:
         self._progress_at = asyncio.get_running_loop().time()
         return True
 
-    async def _pause_without_progress(self, request: _Request) -> None:
+    async def _pause_without_progress(self, request: _Generation) -> None:
         """Pauses; raises when the request was cut off too often in a row without a new token."""
         backoff = request.backoff
         cuts = backoff.failures + 1
@@ -404,7 +404,7 @@ class ContinuingEngine:
             async with asyncio.timeout(backoff.pause()):
                 await self._wait(request, until=lambda: False)
 
-    async def _wait(self, request: _Request, until: Callable[[], bool]) -> None:
+    async def _wait(self, request: _Generation, until: Callable[[], bool]) -> None:
         """Returns when `until` holds, the caller aborts, or the engine is closed."""
         while not (until() or request.aborted or self._closed):
             request.wake.clear()
@@ -444,7 +444,7 @@ class ContinuingEngine:
         if trainer is None or isinstance(engine, HasReplicas):
             return
         if engine.capabilities.scores and isinstance(engine, ScoresIds):
-            now = Scores(await engine.score(list(PROBE_IDS)), trainer)
+            now = ProbeScores(await engine.score(list(PROBE_IDS)), trainer)
             if (problem := find_problem(now, self._proved)) is not None:
                 raise WeightsLostError(f"the engine has loaded {source}, but {problem}")
             self._proved = now

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollstream.aio import finish_despite_cancellation
-from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Capabilities, EngineLoad
 from rollstream.engine.checks import check_request, read_model_limits
 from rollstream.engine.embedded import Restarted, read_settings
@@ -26,6 +25,7 @@ from rollstream.engine.hf_model import (
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
+from rollstream.user_calls import in_daemon_thread
 
 if TYPE_CHECKING:
     from rollstream.engine.hf_batch import Batch, BatchSettings

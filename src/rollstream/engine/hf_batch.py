@@ -42,7 +42,7 @@ _Sampled = list[tuple[int, float, int]]
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _SampledRequest:
     """What is asked for, and what has been sampled so far."""
 
     name: str
@@ -75,7 +75,7 @@ class _Request:
         )
 
 
-_Answered = tuple[_Request, Completion | EngineError]
+_Answered = tuple[_SampledRequest, Completion | EngineError]
 
 
 class Batch:
@@ -93,9 +93,9 @@ class Batch:
         self._model = model
         self._settings = settings
         self._stop_texts = StopTexts(settings.tokenizer_file) if settings.tokenizer_file else None
-        self._in_flight: set[_Request] = set()
-        self._waiting: deque[_Request] = deque()
-        self._running: list[_Request] = []
+        self._in_flight: set[_SampledRequest] = set()
+        self._waiting: deque[_SampledRequest] = deque()
+        self._running: list[_SampledRequest] = []
         """In the order of the cache's rows."""
         self._cache = KeyValues(settings.cache_tokens)
         self._loop = asyncio.get_running_loop()
@@ -123,7 +123,7 @@ class Batch:
         """
         if self.cause:
             raise self._unavailable()
-        request = _Request(
+        request = _SampledRequest(
             request_id,
             prompt_ids,
             sampling,
@@ -173,7 +173,7 @@ class Batch:
             await finish_despite_cancellation(asyncio.wait((self._serving,)))
         self._cache.free()
 
-    def _give_up(self, requests: Iterable[_Request]) -> None:
+    def _give_up(self, requests: Iterable[_SampledRequest]) -> None:
         for request in requests:
             sampled = list(request.sampled)  # the thread may append meanwhile, or its answer be under way
             ended = self._ended(request, sampled)
@@ -251,10 +251,10 @@ class Batch:
             logits = next_logits(self._model.module, cache, first, parts)
         return self._draw(first, logits)
 
-    def _admit(self) -> list[_Request]:
+    def _admit(self) -> list[_SampledRequest]:
         """The next ones, while the cache has room at the longest of all, and a step for their prompts."""
         settings, cache = self._settings, self._cache
-        group: list[_Request] = []
+        group: list[_SampledRequest] = []
         columns = max((request.longest for request in self._running), default=0)
         width, rows = 0, len(self._running)
         while self._waiting:
@@ -292,7 +292,7 @@ class Batch:
         if row < len(self._running):
             self._running[row] = last
 
-    def _ended(self, request: _Request, sampled: _Sampled) -> Completion | EngineError | None:
+    def _ended(self, request: _SampledRequest, sampled: _Sampled) -> Completion | EngineError | None:
         """Its answer, if the newest token is its last one."""
         if not sampled:
             return None
@@ -313,7 +313,7 @@ class Batch:
         return self._stop_texts.found([one[0] for one in sampled[-stop_window(stop) :]], stop)
 
 
-def _answer(request: _Request, answer: Completion | EngineError) -> None:
+def _answer(request: _SampledRequest, answer: Completion | EngineError) -> None:
     if request.future.done():  # given up
         return
     if isinstance(answer, EngineError):

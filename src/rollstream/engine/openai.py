@@ -221,7 +221,7 @@ class OpenAIReplica:
     async def generate(self, request: ReplicaRequest) -> Completion:
         if request.chat is None:
             raise EngineError("engine 'openai' takes messages, not token ids")
-        answer = Answer()
+        answer = StreamedAnswer()
         task = asyncio.ensure_future(self._ask(request.chat, request.sampling, answer))
         self._in_flight[request.rid] = task
         try:
@@ -299,7 +299,9 @@ class OpenAIReplica:
         cards = data if isinstance(data, list) else []
         return [card for card in cards if isinstance(card, dict) and card.get("id")]
 
-    async def _ask(self, prompt: ChatPrompt, sampling: SamplingParams, answer: "Answer") -> Completion:
+    async def _ask(
+        self, prompt: ChatPrompt, sampling: SamplingParams, answer: "StreamedAnswer"
+    ) -> Completion:
         """Asks until there is an answer with an end; `answer` has what there is of it."""
         cuts = 0
         while True:
@@ -398,7 +400,7 @@ class OpenAIReplica:
         return text.replace(self._key, "***") if self._key else text
 
 
-class Answer:
+class StreamedAnswer:
     """An answer as it arrives."""
 
     def __init__(self) -> None:

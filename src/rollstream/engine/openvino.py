@@ -110,7 +110,7 @@ class Done(msgspec.Struct):
     error: str = ""
 
 
-class Results(msgspec.Struct, tag=True):
+class StepResults(msgspec.Struct, tag=True):
     """From the worker: the requests that ended in one step, and how busy the pipeline is after it."""
 
     done: list[Done]
@@ -119,7 +119,7 @@ class Results(msgspec.Struct, tag=True):
 
 
 TO_WORKER = packed(Load | Add | End)
-FROM_WORKER = packed(Loaded | Results)
+FROM_WORKER = packed(Loaded | StepResults)
 
 
 class WorkerProcess:
@@ -138,7 +138,7 @@ class WorkerProcess:
         self._log_begin = log_path.stat().st_size
         self._pending: dict[int, asyncio.Future[Done]] = {}
         self._loading: asyncio.Future[Loaded] | None = None
-        self._last: Results | None = None
+        self._last: StepResults | None = None
         self._reader = asyncio.create_task(self._read_messages(), name="openvino-worker-messages")
 
     @classmethod
@@ -170,7 +170,7 @@ class WorkerProcess:
         return EngineLoad(running, len(self._pending) - running, usage, preemptions=0)
 
     async def load_model(self, load: Load, *, source: str, timeout_s: float) -> None:
-        """Has the worker load a model, or other weights. Results that come after this are of those.
+        """Has the worker load a model, or other weights. StepResults that come after this are of those.
 
         Raises:
             EngineError: it cannot, in one line with the cause and the name of its log; what it had goes on.
@@ -237,8 +237,8 @@ class WorkerProcess:
         """Hands messages to those who wait, until the worker is gone."""
         try:
             while True:
-                message: Loaded | Results = await self._child.receive()
-                if isinstance(message, Results):
+                message: Loaded | StepResults = await self._child.receive()
+                if isinstance(message, StepResults):
                     self._last = message
                     for done in message.done:
                         if (future := self._pending.pop(done.id, None)) is not None and not future.done():

@@ -25,7 +25,7 @@ from openvino_genai import py_openvino_genai
 
 from rollstream.childproc import Parent
 from rollstream.engine.embedded import StopTexts
-from rollstream.engine.openvino import TO_WORKER, Add, Done, End, Load, Loaded, Results
+from rollstream.engine.openvino import TO_WORKER, Add, Done, End, Load, Loaded, StepResults
 from rollstream.trajectory import SamplingParams
 
 BLOCK_TOKENS = 32
@@ -42,7 +42,7 @@ _LENGTH = py_openvino_genai.GenerationFinishReason.LENGTH
 
 
 @dataclass(slots=True)
-class _Request:
+class _WorkerRequest:
     add: Add
     handle: Any = None
     """The pipeline's, once it is there."""
@@ -76,8 +76,8 @@ class Worker:
 
     def __init__(self, load: Load, parent: Parent) -> None:
         self._parent = parent
-        self._waiting: dict[int, _Request] = {}
-        self._running: dict[int, _Request] = {}
+        self._waiting: dict[int, _WorkerRequest] = {}
+        self._running: dict[int, _WorkerRequest] = {}
         self._done: list[Done] = []
         self._load = load
         self._pipeline, self._blocks = _open_pipeline(load)
@@ -97,7 +97,7 @@ class Worker:
             for message in self._parent.receive(wait=not busy):
                 match message:
                     case Add():
-                        self._waiting[message.id] = _Request(message)
+                        self._waiting[message.id] = _WorkerRequest(message)
                     case End():
                         self._end_early(message)
                     case Load():
@@ -110,7 +110,7 @@ class Worker:
     def _flush(self) -> None:
         if self._done:
             usage = 1 - (self._free_blocks + self._cancelled_blocks) / self._blocks
-            self._parent.send(Results(self._done, len(self._running), usage))
+            self._parent.send(StepResults(self._done, len(self._running), usage))
             self._done = []
 
     def _update(self, load: Load) -> None:
@@ -182,12 +182,12 @@ class Worker:
             self._leave(request)
 
     def _answer(
-        self, request: _Request, reason: Literal["stop", "length", "abort", "refused"], error: str = ""
+        self, request: _WorkerRequest, reason: Literal["stop", "length", "abort", "refused"], error: str = ""
     ) -> None:
         logprobs = request.logprobs if request.add.sampling.logprobs else None
         self._done.append(Done(request.add.id, request.ids, logprobs, reason, self._load.version, error))
 
-    def _leave(self, request: _Request) -> None:
+    def _leave(self, request: _WorkerRequest) -> None:
         """Takes a request out of the pipeline, where it may be running."""
         del self._running[request.add.id]
         if request.is_running:

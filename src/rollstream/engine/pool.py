@@ -63,7 +63,7 @@ _MEMORY = 0.9
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
+class _PoolRequest:
     """A caller's request, over all the replicas that have a part in it."""
 
     sent: ReplicaRequest
@@ -142,7 +142,7 @@ class PoolEngine:
         # request comes again, and two runs may share a server.
         self._nonce = secrets.token_hex(4)
         self._counter = itertools.count()
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _PoolRequest] = {}
         self._loads = LoadSum()
         self._watching: asyncio.Task[None] | None = None
         self._aborts: set[asyncio.Task[bool]] = set()
@@ -227,7 +227,7 @@ class PoolEngine:
         """As `Engine.generate`; `chat`: the same as messages, for replicas that speak messages."""
         check_request(prompt_ids, sampling, self.capabilities, images=images, is_chat=chat is not None)
         sent = ReplicaRequest(prompt_ids, sampling, request_id, "", list(images or ()), chat=chat)
-        request = self._requests[request_id] = _Request(sent)
+        request = self._requests[request_id] = _PoolRequest(sent)
         readiness, failures, has_waited = self._readiness, request.failures, False
         try:
             while not request.sent.aborted:
@@ -307,7 +307,7 @@ class PoolEngine:
         if self._watching is not None and not self._watching.cancelled():
             self._watching.result()  # a bug in it is raised
 
-    async def _attempt(self, request: _Request, member: Member) -> Completion | None:
+    async def _attempt(self, request: _PoolRequest, member: Member) -> Completion | None:
         """A replica's answer; None, with the cause in `request.failures`, when others may do better.
 
         Raises:

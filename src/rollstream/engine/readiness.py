@@ -23,7 +23,14 @@ from rollstream.engine.replica import (
     Weights,
     WeightsLostError,
 )
-from rollstream.engine.weight_probe import PROBE_IDS, Scores, differ, difference, find_problem, read_probe
+from rollstream.engine.weight_probe import (
+    PROBE_IDS,
+    ProbeScores,
+    differ,
+    difference,
+    find_problem,
+    read_probe,
+)
 from rollstream.errors import EngineError, EngineUnavailableError, RollstreamError, TransientEngineError
 
 _LOG = logging.getLogger(__name__)
@@ -54,7 +61,7 @@ class Member:
     """None when nobody knows which it holds."""
     is_loading: bool = False
     """It loads weights to become ready."""
-    scores: Scores | None = None
+    scores: ProbeScores | None = None
     """By the weights that it has loaded last; None: not known."""
 
     in_flight: int = 0
@@ -338,9 +345,9 @@ class Readiness:
         if scores is None:
             return
         if source is None:  # what a server began with is nobody's update
-            member.scores = Scores(scores, None)
+            member.scores = ProbeScores(scores, None)
             return
-        now = Scores(scores, await asyncio.to_thread(read_probe, source))
+        now = ProbeScores(scores, await asyncio.to_thread(read_probe, source))
         if (problem := find_problem(now, before)) is not None:
             raise WeightsLostError(f"{member.name} has loaded {source}, but {problem}")
         member.scores = now

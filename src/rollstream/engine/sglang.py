@@ -203,7 +203,7 @@ class _MetaInfo(msgspec.Struct):
     """Run-length encoded `(start, version)`: `rollstream serve` says it where there are several."""
 
 
-class _Reply(msgspec.Struct):
+class _SGLangReply(msgspec.Struct):
     meta_info: _MetaInfo
     output_ids: list[int] | None = None
 
@@ -216,7 +216,7 @@ class _Scored(msgspec.Struct):
     meta_info: _InputMeta
 
 
-_REPLY = msgspec.json.Decoder(_Reply)
+_REPLY = msgspec.json.Decoder(_SGLangReply)
 _SCORES = msgspec.json.Decoder(_Scored)
 
 

@@ -295,7 +295,7 @@ KIND = VLLMEngine.kind = VLLMReplica.kind = EngineKind(
 # The wire: request bodies out, completions or errors in. No I/O.
 
 
-class _TokenLogprob(msgspec.Struct, gc=False):
+class _VLLMTokenLogprob(msgspec.Struct, gc=False):
     """Hundreds per reply: without gc."""
 
     token_id: int
@@ -320,13 +320,13 @@ class _Usage(msgspec.Struct):
 
 
 class _Logprobs(msgspec.Struct):
-    content: list[_TokenLogprob] | None = None
+    content: list[_VLLMTokenLogprob] | None = None
     """Of the generate route."""
     token_logprobs: list[float] = []
     """Of the completions route."""
 
 
-class _Choice(msgspec.Struct):
+class _CompletionChoice(msgspec.Struct):
     finish_reason: FinishType
     token_ids: list[int]
     logprobs: _Logprobs | None = None
@@ -334,8 +334,8 @@ class _Choice(msgspec.Struct):
     """Of the generate route."""
 
 
-class _Reply(msgspec.Struct):
-    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1, max_length=1)]
+class _VLLMReply(msgspec.Struct):
+    choices: Annotated[list[_CompletionChoice], msgspec.Meta(min_length=1, max_length=1)]
     usage: _Usage | None = None
 
 
@@ -347,12 +347,12 @@ class _ScoredChoice(msgspec.Struct):
     logprobs: _InputLogprobs
 
 
-class _Scored(msgspec.Struct):
+class _VLLMScored(msgspec.Struct):
     choices: list[_ScoredChoice]
 
 
-_REPLY = msgspec.json.Decoder(_Reply)
-_SCORES = msgspec.json.Decoder(_Scored)
+_REPLY = msgspec.json.Decoder(_VLLMReply)
+_SCORES = msgspec.json.Decoder(_VLLMScored)
 
 
 def server_request_id(route: Route, rid: str) -> str:

@@ -29,7 +29,7 @@ _STEP = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ProbeScores:
     """Log-probs of `PROBE_IDS[1:]`."""
 
     engine: list[float]
@@ -76,7 +76,7 @@ def write_probe(folder: Path, logprobs: Sequence[float]) -> None:
     (folder / PROBE_FILE).write_bytes(msgspec.json.encode(_Probe(list(logprobs))))
 
 
-def find_problem(now: Scores, before: Scores | None) -> str | None:
+def find_problem(now: ProbeScores, before: ProbeScores | None) -> str | None:
     """Says what is wrong with the weights that an engine has loaded; None if nothing is seen."""
     for whose, logprobs in (("its", now.engine), ("the trainer's", now.trainer or ())):
         if not all(map(math.isfinite, logprobs)):

@@ -25,7 +25,7 @@ from rollstream.config.load import compose, to_settings, to_yaml
 from rollstream.config.settings import Settings
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
 from rollstream.generation.logs import log_to_console
-from rollstream.generation.plan import Plan, make_plan, peek_manifest
+from rollstream.generation.plan import GenerationPlan, make_plan, peek_manifest
 from rollstream.generation.progress import ProgressConsole, Waits, format_duration, progress_console
 from rollstream.generation.result import GenerationResult
 from rollstream.generation.run import check_run_directory, generate
@@ -250,7 +250,7 @@ def launched_commands(settings: Settings, log_dir: Path) -> list[dict[str, Any]]
     ]
 
 
-async def _engine_capabilities(plan: Plan) -> dict[str, Any]:
+async def _engine_capabilities(plan: GenerationPlan) -> dict[str, Any]:
     """What the engine says of itself; it is started for that, and has to be able to do what is asked for."""
     with tempfile.TemporaryDirectory(prefix="rollstream-dry-run-") as folder:
         engine = plan.create_engine(Path(folder))

@@ -18,7 +18,7 @@ from rollstream.engine.launch.plan import OWN_KEYS, replica_resources
 from rollstream.engine.pool import PoolEngine
 from rollstream.engine.registry import engine_kind, replica_maker
 from rollstream.errors import ConfigError, EngineError
-from rollstream.generation.plan import Plan, executor_elsewhere, runs_in_workers
+from rollstream.generation.plan import GenerationPlan, executor_elsewhere, runs_in_workers
 from rollstream.rollout.executor import Executor, Sink, WorkerBackend
 from rollstream.rollout.processes import ProcessBackend
 from rollstream.rollout.ray import RayBackend, default_workers, here
@@ -53,7 +53,7 @@ class Execution:
 class Start:
     """Everything that an executor is started with."""
 
-    plan: Plan
+    plan: GenerationPlan
     sink: Sink
     log_dir: Path
     """For the logs of engines."""

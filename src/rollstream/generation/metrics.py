@@ -15,7 +15,7 @@ import numpy as np
 from prometheus_client import Histogram
 
 from rollstream.engine.base import EngineLoad
-from rollstream.generation.progress import Snapshot
+from rollstream.generation.progress import RunProgress
 from rollstream.metrics_text import family, metrics_page
 from rollstream.store.records import EncodedRollout, RolloutFacts, rollout_facts
 from rollstream.trajectory import Failure, Rollout, failure_cause
@@ -113,7 +113,7 @@ class RunMetrics:
         self.causes[cause] = count + 1, example
 
     def report(
-        self, snapshot: Snapshot, rates: tuple[float, float], load: EngineLoad | None
+        self, snapshot: RunProgress, rates: tuple[float, float], load: EngineLoad | None
     ) -> dict[str, float]:
         """All metrics for trackers; a new window begins.
 
@@ -149,7 +149,7 @@ class RunMetrics:
             told["rollout/seconds_mean"], told["rollout/seconds_max"] = fmean(seconds), max(seconds)
         return told
 
-    def page(self, snapshot: Snapshot | None, load: EngineLoad | None) -> bytes:
+    def page(self, snapshot: RunProgress | None, load: EngineLoad | None) -> bytes:
         """The page for Prometheus; `snapshot` is None before the first rollout.
 
         What trackers are told has the same names there, with `_` for `/`.
@@ -170,7 +170,7 @@ class RunMetrics:
         histograms: list[Any] = [*self._lengths.collect(), *self._seconds.collect()]
         return metrics_page([*families, *histograms])
 
-    def _values(self, snapshot: Snapshot | None, load: EngineLoad | None) -> dict[str, float]:
+    def _values(self, snapshot: RunProgress | None, load: EngineLoad | None) -> dict[str, float]:
         """What is known now, and what was counted from the start."""
         low, high = self.versions or (None, None)
         values: dict[str, float | None] = {

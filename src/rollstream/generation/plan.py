@@ -17,7 +17,6 @@ from rollstream import plugins
 from rollstream.chat.tool_schema import schema_digest, schema_json
 from rollstream.config.load import to_settings, to_stored_yaml
 from rollstream.config.settings import Settings
-from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.first_look import LOOKED_AT, first_look
 from rollstream.data.prompts import (
     OTHER_SOURCES,
@@ -44,6 +43,7 @@ from rollstream.store.export.dataproto import ImageInputs, check_packages
 from rollstream.store.export.format import export_format
 from rollstream.store.manifest import Manifest, new_manifest, read_manifest
 from rollstream.trajectory import PromptRow
+from rollstream.user_calls import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ _VERSIONED = ("transformers", "tokenizers", "torch", "openvino-genai", "reasonin
 
 
 @dataclass(slots=True)
-class Plan:
+class GenerationPlan:
     """All that is decided of a run before anything starts."""
 
     setup: RolloutSetup
@@ -221,7 +221,7 @@ async def make_plan(
     run_dir_manifest: Manifest | None = None,
     say: Say = lambda what: None,
     given: InMemory = InMemory(),
-) -> Plan:
+) -> GenerationPlan:
     """Resolves tasks, data, tokenizer, reward and identity; slow parts run off the event loop.
 
     Args:
@@ -293,7 +293,7 @@ def _check_exports(names: Collection[str], *, has_ids: bool = True) -> None:
             )
 
 
-def _make_plan(config: DictConfig, setup: RolloutSetup, dataset: PromptDataset, say: Say) -> Plan:
+def _make_plan(config: DictConfig, setup: RolloutSetup, dataset: PromptDataset, say: Say) -> GenerationPlan:
     settings, agents, tokenizer = setup.settings, setup.agents, setup.tokenizer
     rollout = settings.actor_rollout_ref.rollout
     show_tools = rollout.multi_turn.show_tools
@@ -342,7 +342,9 @@ def _make_plan(config: DictConfig, setup: RolloutSetup, dataset: PromptDataset, 
     shown = [agents.prompt_tools(name, show_tools=show_tools) or [] for name in loop_names]
     schemas = [*setup.shown_tools, *(schema for each in shown for schema in each)]
     tools = {schema_digest(schema): orjson.loads(schema_json(schema)) for schema in schemas}
-    return Plan(setup, config, dataset, manifest_for(config, setup, dataset, identity, tools=tools), overlong)
+    return GenerationPlan(
+        setup, config, dataset, manifest_for(config, setup, dataset, identity, tools=tools), overlong
+    )
 
 
 def _loop_names(settings: Settings, dataset: PromptDataset) -> list[str]:
@@ -419,7 +421,7 @@ class ExecutorElsewhere(Protocol):
         """Raises `ConfigError` with the command that installs what is missing. Takes milliseconds."""
         ...
 
-    async def plan(self, config: DictConfig) -> Plan:
+    async def plan(self, config: DictConfig) -> GenerationPlan:
         """As `make_plan`, from a resolved configuration."""
         ...
 

@@ -31,7 +31,7 @@ _RATE_WINDOW_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class RunProgress:
     """How a run goes now. Counts of rollouts unless said otherwise."""
 
     total: int
@@ -85,7 +85,9 @@ class RateMeter:
         return ((finished_now - finished) / span, (tokens_now - tokens) / span) if span > 0 else (0.0, 0.0)
 
 
-def format_line(snapshot: Snapshot, rate: float, tokens_rate: float, elapsed: float, fill: str = "█") -> str:
+def format_line(
+    snapshot: RunProgress, rate: float, tokens_rate: float, elapsed: float, fill: str = "█"
+) -> str:
     """The progress line.
 
     Args:
@@ -130,7 +132,7 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-async def show_progress(observe: Callable[[], Snapshot], console: Console) -> None:
+async def show_progress(observe: Callable[[], RunProgress], console: Console) -> None:
     """Shows the line until cancelled, and once more then.
 
     A console that takes nothing (a log on a full disk) does not stop the run.

@@ -21,13 +21,12 @@ from rich.console import Console
 
 from rollstream.aio import finish_despite_cancellation
 from rollstream.config.load import compose
-from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.sources import ObjectRows
 from rollstream.errors import ConfigError, RewardError, RunDirectoryError, StorageError
 from rollstream.generation.identity import adopted_manifest
 from rollstream.generation.logs import log_to_file
-from rollstream.generation.plan import InMemory, Plan, make_plan, peek_manifest
-from rollstream.generation.progress import Snapshot, Waits, progress_console, show_progress
+from rollstream.generation.plan import GenerationPlan, InMemory, make_plan, peek_manifest
+from rollstream.generation.progress import RunProgress, Waits, progress_console, show_progress
 from rollstream.generation.result import GenerationResult
 from rollstream.generation.trackers import Reporter, TrackedRun, load_trackers, tracked_run
 from rollstream.generation.upload import upload_trajectories
@@ -47,6 +46,7 @@ from rollstream.store.run_dir import RunDirectory, extend_run, lock_run, open_ru
 from rollstream.store.summary import FailureCause, write_checkpoint
 from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import Failure, Rollout
+from rollstream.user_calls import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ async def generate(
             directory = await finish_despite_cancellation(in_daemon_thread(_open, plan, stack, report))
             waits.begin(None)
             stack.enter_context(log_to_file(directory.paths.logs, settings.generation.log_level))
-            run = _Run(plan, directory, reporter, waits, stop, on_rollout)
+            run = _OpenRun(plan, directory, reporter, waits, stop, on_rollout)
             # Before the lock is given back: trackers write into the run directory, too.
             stack.push_async_callback(run.end_reports)
 
@@ -170,7 +170,7 @@ async def generate(
             return await run.finish(time.monotonic() - started)
 
 
-async def _rescore(plan: Plan, waits: Waits) -> ScoreReport | None:
+async def _rescore(plan: GenerationPlan, waits: Waits) -> ScoreReport | None:
     """Scores what is finished by the reward asked for, if that is another one and `generation.rescore` is set."""
     root, settings = plan.run_dir, plan.settings.custom_reward_function
     manifest = read_manifest(root)
@@ -191,7 +191,7 @@ async def _rescore(plan: Plan, waits: Waits) -> ScoreReport | None:
     return report
 
 
-def _open(plan: Plan, stack: AsyncExitStack, report: ScoreReport | None) -> RunDirectory:
+def _open(plan: GenerationPlan, stack: AsyncExitStack, report: ScoreReport | None) -> RunDirectory:
     """Opens the run, with the settings asked for where they change nothing that is done; `stack` closes it."""
     root, mode = plan.run_dir, plan.settings.generation.resume
     lock = lock_run(root)
@@ -215,7 +215,7 @@ def _open(plan: Plan, stack: AsyncExitStack, report: ScoreReport | None) -> RunD
     return run
 
 
-def _adopt(root: Path, plan: Plan, report: ScoreReport | None) -> None:
+def _adopt(root: Path, plan: GenerationPlan, report: ScoreReport | None) -> None:
     """`report`: of the pass by which finished rollouts have the rewards asked for; None without one."""
     manifest = read_manifest(root)
     adopted, nothing_done = check_run_directory(plan, manifest)
@@ -238,7 +238,7 @@ def _adopt(root: Path, plan: Plan, report: ScoreReport | None) -> None:
     write_manifest(root, adopted)
 
 
-def check_run_directory(plan: Plan, manifest: Manifest | None) -> tuple[Manifest | None, bool]:
+def check_run_directory(plan: GenerationPlan, manifest: Manifest | None) -> tuple[Manifest | None, bool]:
     """The manifest that the run directory is to take, see `adopted_manifest`; whether nothing is done there.
 
     Touches nothing.
@@ -272,10 +272,10 @@ def check_run_directory(plan: Plan, manifest: Manifest | None) -> tuple[Manifest
 
 
 @dataclass(eq=False)
-class _Run:
+class _OpenRun:
     """One open run while it executes; the sink of its executor."""
 
-    plan: Plan
+    plan: GenerationPlan
     directory: RunDirectory
     reporter: Reporter
     waits: Waits
@@ -433,9 +433,9 @@ class _Run:
             (done_before, failed_before), all_failed_before = keys.count(order), keys.failed
             limit = in_flight_limit(plan.settings)
 
-            def observe() -> Snapshot:
+            def observe() -> RunProgress:
                 counts = executor.stats.counts
-                return Snapshot(
+                return RunProgress(
                     total=plan.total,
                     done=done_before + self._window.completed,
                     failed=failed_before + keys.failed - all_failed_before,

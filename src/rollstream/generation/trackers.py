@@ -30,7 +30,7 @@ from rollstream.engine.base import EngineLoad
 from rollstream.engine.load import ask_load
 from rollstream.errors import ConfigError
 from rollstream.generation.metrics import RunMetrics
-from rollstream.generation.progress import RateMeter, Snapshot
+from rollstream.generation.progress import RateMeter, RunProgress
 from rollstream.metrics_text import CONTENT_TYPE
 from rollstream.redaction import redact
 from rollstream.store.manifest import Manifest
@@ -245,9 +245,9 @@ class Reporter:
         self._port = metrics_port
         self._server = WebServer([Route("GET", "/metrics", self._answer)])
         self._every = every
-        self._observe: Callable[[], Snapshot] | None = None
+        self._observe: Callable[[], RunProgress] | None = None
         self._load: EngineLoad | None = None
-        self._last: Snapshot | None = None
+        self._last: RunProgress | None = None
         self._meter = RateMeter()
         self._base = 0
         self._created = 0.0
@@ -266,7 +266,7 @@ class Reporter:
         self._created = calendar.timegm(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ"))
         self.threads = {name: TrackerThread(name, one, run) for name, one in self._trackers.items()}
 
-    async def run(self, observe: Callable[[], Snapshot], engine: object) -> None:
+    async def run(self, observe: Callable[[], RunProgress], engine: object) -> None:
         """Reports now and then until cancelled: how the run goes (`observe`), how busy the engine is."""
         self._observe = observe
         self._last = observe()
@@ -317,7 +317,7 @@ class Reporter:
         """Answers scrapes no more. May be called twice."""
         await self._server.stop(_LAST_ANSWERS_S)
 
-    def _report(self, snapshot: Snapshot) -> None:
+    def _report(self, snapshot: RunProgress) -> None:
         self._last = snapshot
         finished = snapshot.done + snapshot.failed - self._base
         self._meter.observe(time.monotonic(), finished, self.metrics.tokens)

@@ -11,7 +11,6 @@ from pathlib import Path
 import orjson
 
 from rollstream.config.load import check_artifact_name
-from rollstream.daemon_threads import in_daemon_thread
 from rollstream.errors import StorageError
 from rollstream.generation.trackers import Staged, TrackedRun, check_trackers, load_uploader, tracked_run
 from rollstream.stop_signals import StoppedEarly, StopSignals
@@ -20,6 +19,7 @@ from rollstream.store.journal import write_file_durably
 from rollstream.store.manifest import require_manifest
 from rollstream.store.merge import source_digest
 from rollstream.store.paths import RunPaths
+from rollstream.user_calls import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from typing import Any
 from omegaconf import DictConfig
 
 from rollstream.config.load import compose, is_set, refuse_keys, to_settings
-from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.prompts import load_prompts
 from rollstream.engine.base import Engine
 from rollstream.engine.checks import refuse_raw_logprobs
@@ -28,6 +27,7 @@ from rollstream.scratch import ScratchFolder
 from rollstream.training.plan import PlannedGroup
 from rollstream.training.rollout_groups import RolloutGroups
 from rollstream.trajectory import PromptRow, Rollout
+from rollstream.user_calls import in_daemon_thread
 
 Layers = Sequence[Mapping[str, Any] | Path]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from rollstream.daemon_threads import CallsRefusedError, UserCalls
 from rollstream.errors import RewardError, TransientError
 from rollstream.surrogates import replace_in_text
 from rollstream.trajectory import Message, PromptRow, Trajectory
+from rollstream.user_calls import CallsRefusedError, UserCalls
 
 ComputeScore = Callable[..., Any]
 """verl's `compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`."""

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import orjson
 
-from rollstream.daemon_threads import UserCalls
 from rollstream.errors import ConfigError, RewardError
 from rollstream.reward.base import ComputeScore, Score, call_score
 from rollstream.trajectory import PromptRow
+from rollstream.user_calls import UserCalls
 
 _PREPARE_TIMEOUT = 300.0
 """Seconds a rule gets to import what it needs: generous, as a cold network disk can take a minute."""

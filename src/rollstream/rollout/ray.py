@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from rollstream.childproc import ChildDiedError
-from rollstream.daemon_threads import DaemonThreads
 from rollstream.engine.ray_package import (
     cause_of,
     import_ray,
@@ -21,6 +20,7 @@ from rollstream.engine.ray_package import (
 from rollstream.errors import ConfigError
 from rollstream.redaction import redact
 from rollstream.rollout.worker_host import WorkerHost, WorkerPlace, WorkerRecipe, WorkerReport, WorkItem
+from rollstream.user_calls import DaemonThreads
 
 logger = logging.getLogger(__name__)
 

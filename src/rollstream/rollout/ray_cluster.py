@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollstream.daemon_threads import deliver
 from rollstream.engine.ray_package import import_ray
 from rollstream.errors import ConfigError, EngineUnavailableError
 from rollstream.redaction import redact
+from rollstream.user_calls import deliver
 
 logger = logging.getLogger(__name__)
 

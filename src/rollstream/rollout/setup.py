@@ -27,7 +27,6 @@ from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer, NoTokenizer, load_tokenizer
 from rollstream.chat.tool_schema import load_tool_schemas, with_row_tools
 from rollstream.config.settings import RewardSettings, Settings
-from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Engine
 from rollstream.engine.checks import check_capabilities
 from rollstream.engine.continuation import ContinuingEngine
@@ -53,6 +52,7 @@ from rollstream.rollout.worker import RolloutWorker
 from rollstream.rollout.worker_host import BuiltWorker
 from rollstream.sampling import sampling_changes
 from rollstream.trajectory import PromptRow, SamplingParams
+from rollstream.user_calls import in_daemon_thread
 from rollstream.user_code import source_digest
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from rollstream.chat.wires.requests import refusal_of, render_error
 from rollstream.engine.base import Engine
 from rollstream.serving.control import ControlRoutes
 from rollstream.serving.model import ServedModel
-from rollstream.serving.native import NativeRoutes
+from rollstream.serving.native import GenerateRoutes
 from rollstream.serving.openai import OpenAIRoutes
 from rollstream.serving.service import EngineService
 from rollstream.web import Access, Route, ServerLimits, WebServer
@@ -55,7 +55,7 @@ class Server:
         self._service = EngineService(engine, max_queue=max_queue, model_path=model.path)
         self._answered: Counter[tuple[str, int]] = Counter()
         routes = [
-            *NativeRoutes(model, self._service).routes(),
+            *GenerateRoutes(model, self._service).routes(),
             *OpenAIRoutes(model, self._service).routes(),
             *ControlRoutes(model, self._service, self._answered, tuple(weights)).routes(),
         ]

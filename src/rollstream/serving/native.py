@@ -65,7 +65,7 @@ class _NativeSampling(Sampling):
 
 
 @dataclass(frozen=True)
-class NativeRoutes:
+class GenerateRoutes:
     """The handler."""
 
     model: ServedModel

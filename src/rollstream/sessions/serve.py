@@ -19,7 +19,6 @@ from rollstream.aio import finish_despite_cancellation
 from rollstream.buffer.client import AsyncBufferClient
 from rollstream.buffer.command import read_token
 from rollstream.config.load import compose, refuse_keys, to_settings, to_stored_yaml
-from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.prompts import PromptDataset
 from rollstream.errors import ConfigError
 from rollstream.gateway.app import SESSION_SHARE, Endpoint
@@ -36,6 +35,7 @@ from rollstream.stop_signals import StoppedEarly, StopSignals, stop_signals
 from rollstream.store.manifest import Manifest
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run
 from rollstream.store.writer import StoreWriter
+from rollstream.user_calls import in_daemon_thread
 from rollstream.web import Access, ServerLimits, WebServer
 
 logger = logging.getLogger(__name__)

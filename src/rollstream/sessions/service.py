@@ -140,7 +140,7 @@ class Ended:
     """Of what it was finished with; None: not known any more, or not finished."""
 
 
-class Sink(Protocol):
+class SessionSink(Protocol):
     """Where sessions become durable."""
 
     def place(self, id: str, asked: CreateSession) -> Place:
@@ -171,7 +171,7 @@ class SessionEndedError(RollstreamError):
 
 
 @dataclass(slots=True, eq=False)
-class _Session:
+class _OpenSession:
     id: str
     place: Place
     created: str
@@ -195,7 +195,7 @@ class _Session:
         return (0, 0, 0) if recorder is None else (recorder.calls, recorder.open_calls, recorder.tokens)
 
 
-_current: ContextVar[_Session] = ContextVar("session")
+_current: ContextVar[_OpenSession] = ContextVar("session")
 
 
 @register(LOOP)
@@ -240,7 +240,7 @@ class SessionService:
 
     run: Callable[..., Coroutine[Any, Any, Rollout | Failure]]
     """Executes a rollout, as `RolloutWorker.run`, by `SessionLoop`; one attempt each, without a time limit."""
-    sink: Sink
+    sink: SessionSink
     endpoint: Endpoint
     """Answers the programs' calls."""
     _: KW_ONLY
@@ -262,7 +262,7 @@ class SessionService:
     def __post_init__(self) -> None:
         self.weight_version = 0
         self._updating = asyncio.Lock()
-        self._open: dict[str, _Session] = {}
+        self._open: dict[str, _OpenSession] = {}
         self._ended: OrderedDict[str, Ended] = OrderedDict()
         self._closing = False
         self._empty = asyncio.Event()
@@ -293,14 +293,14 @@ class SessionService:
             raise HTTPError(503, f"session {id} cannot be opened: {ended.info.error}", "unavailable")
         return self._tell(session, opening=True)
 
-    def _begin(self, id: str, asked: CreateSession, digest: str) -> _Session:
+    def _begin(self, id: str, asked: CreateSession, digest: str) -> _OpenSession:
         if self._closing:
             raise HTTPError(503, "the gateway is ending", "closing", headers={"retry-after": "10"})
         if len(self._open) >= self.max_sessions:
             text = f"{self.max_sessions} sessions are open, which is --max-sessions"
             raise HTTPError(429, text, "too_many_sessions", headers={"retry-after": "5"})
         place = self.sink.place(id, asked)
-        session = _Session(id, place, digest, self, self.clock())
+        session = _OpenSession(id, place, digest, self, self.clock())
         session.result.add_done_callback(_seen)
         self._open[id] = session
         self._empty.clear()
@@ -346,7 +346,7 @@ class SessionService:
             raise _unknown(id)
         return ended
 
-    def _end(self, session: _Session, why: str = "") -> "asyncio.Task[Ended]":
+    def _end(self, session: _OpenSession, why: str = "") -> "asyncio.Task[Ended]":
         """Ends a session that has not ended, because of `why`; the task is done when that is durable.
 
         There is one task for all who wait. What it raises is raised to them, and tried again by the next.
@@ -359,7 +359,7 @@ class SessionService:
             task.add_done_callback(_seen)
         return task
 
-    async def _settle(self, session: _Session) -> Ended:
+    async def _settle(self, session: _OpenSession) -> Ended:
         place, playing = session.place, session.playing
         await asyncio.wait({playing})
         if playing.cancelled() or playing.exception() is not None:
@@ -383,12 +383,12 @@ class SessionService:
             logger.warning("%s", info.error)
         return ended
 
-    def _close(self, session: _Session) -> None:
+    def _close(self, session: _OpenSession) -> None:
         del self._open[session.id]
         if not self._open:
             self._empty.set()
 
-    def _drop(self, session: _Session) -> None:
+    def _drop(self, session: _OpenSession) -> None:
         """Forgets a session of which nothing is recorded."""
         if self._open.get(session.id) is session:
             self.sink.free(session.place)
@@ -499,7 +499,7 @@ class SessionService:
             raise _unknown(id)
         return ended.info
 
-    def _tell(self, session: _Session, *, opening: bool = False) -> SessionInfo:
+    def _tell(self, session: _OpenSession, *, opening: bool = False) -> SessionInfo:
         calls, open_calls, tokens = session.counts()
         place = session.place
         return SessionInfo(

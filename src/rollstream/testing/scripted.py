@@ -49,7 +49,7 @@ _CAPABILITIES = Capabilities(
 
 
 @dataclass(slots=True)
-class _Call:
+class _InFlight:
     """A request in flight."""
 
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -100,7 +100,7 @@ class ScriptedEngine:
         self._record = record
         self._book = AnswerBook(capabilities.vocab_size or 512)
         self._faults: list[tuple[Callable[[ScriptedRequest], bool], Iterator[Exception]]] = []
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, _InFlight] = {}
         self._down = False
 
     def fail(
@@ -152,7 +152,7 @@ class ScriptedEngine:
         if request_id in self._calls:
             raise EngineError(f"request {request_id!r} is already in flight")
         request = ScriptedRequest(request_id, list(prompt_ids), sampling, tuple(images or ()))
-        call = self._calls[request_id] = _Call()
+        call = self._calls[request_id] = _InFlight()
         self.peak_in_flight = max(self.peak_in_flight, len(self._calls))
         if self._record:
             self.requests.append(request)
@@ -190,7 +190,7 @@ class ScriptedEngine:
         if not self.started or self._down:
             raise EngineUnavailableError("the scripted engine is down" if self._down else "not started")
 
-    async def _answer(self, request: ScriptedRequest, call: _Call) -> Completion:
+    async def _answer(self, request: ScriptedRequest, call: _InFlight) -> Completion:
         latency = self._latency(request) if callable(self._latency) else self._latency
         began = time.monotonic()
         with contextlib.suppress(TimeoutError):

@@ -53,7 +53,7 @@ class StubModel:
 
 
 @dataclass(slots=True)
-class Stats:
+class StubStats:
     """A stub server's counters. Served at `/stub/stats`."""
 
     requests: int = 0
@@ -126,7 +126,7 @@ class StubServer(HttpStub):
         self.port = port
         self.weight_version = "default"
         """Reported, also with every answer."""
-        self.stats = Stats()
+        self.stats = StubStats()
         self.on_death: Callable[[], None] = self.kill
         """The effect of `Faults.die_after`: here the sockets close at once, as when a process is killed."""
         self._slots = asyncio.Semaphore(sys.maxsize if max_running is None else max_running)

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from rollstream.daemon_threads import in_daemon_thread, is_async
 from rollstream.errors import BatchTimeoutError, ConfigError, GenerationFailedError, TrainingError
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.training.generation_thread import RETRY, GenerationThread, try_within
+from rollstream.user_calls import in_daemon_thread, is_async
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class BatchResult:
 
 
 @dataclass(slots=True)
-class _Batch:
+class _AheadBatch:
     request: BatchRequest
     submitted: float = field(default_factory=time.monotonic)
     queued: bool = False
@@ -111,8 +111,8 @@ class AsyncBatchGenerator(GenerationThread):
         self._retry = retry
         self._max_failures = max_failures
         self._at_once = at_once
-        self._batches: dict[int, _Batch] = {}
-        self._queue: asyncio.PriorityQueue[tuple[float, int, _Batch]] = asyncio.PriorityQueue()
+        self._batches: dict[int, _AheadBatch] = {}
+        self._queue: asyncio.PriorityQueue[tuple[float, int, _AheadBatch]] = asyncio.PriorityQueue()
         self._numbers = itertools.count()  # the order of submission, among those of one priority
         self._failures = 0  # one after the other
 
@@ -138,7 +138,7 @@ class AsyncBatchGenerator(GenerationThread):
             if known is None and len(self._batches) >= self.async_max_queue_size:
                 return False
             if known is None or isinstance(known.outcome, Exception):
-                batch = self._batches[request.batch_id] = _Batch(request)
+                batch = self._batches[request.batch_id] = _AheadBatch(request)
                 if self.num_steps_async:
                     self._enqueue(batch)
             return True
@@ -160,7 +160,7 @@ class AsyncBatchGenerator(GenerationThread):
         """
         timeout = self.async_generation_timeout + _CAUSE_S if timeout is None else timeout
 
-        def fetch() -> _Batch | None:
+        def fetch() -> _AheadBatch | None:
             if (batch := self._batches.get(batch_id)) is None:
                 raise TrainingError(f"batch {batch_id} was not submitted, or was fetched before")
             if batch.outcome is not None:
@@ -221,7 +221,7 @@ class AsyncBatchGenerator(GenerationThread):
             future.cancel()
             raise BatchTimeoutError(f"not done within {timeout:g} s; {self._describe()}") from None
 
-    def _enqueue(self, batch: _Batch) -> None:
+    def _enqueue(self, batch: _AheadBatch) -> None:
         if not batch.queued:
             batch.queued = True
             place = (-batch.request.priority, next(self._numbers), batch)

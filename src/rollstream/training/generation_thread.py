@@ -18,10 +18,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Self, TypeVar
 
-from rollstream.daemon_threads import BLOCKED_AFTER
 from rollstream.errors import GenerationFailedError, GenerationStoppedError, TrainingError
 from rollstream.rollout.retry import RetryPolicy, find_unavailable, is_transient
 from rollstream.training.timing import mean
+from rollstream.user_calls import BLOCKED_AFTER
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ Order = Literal["plan", "first"]
 """`plan`: batches hold the plan's positions in order; `first`: what is finished first goes first."""
 
 
-class _State(msgspec.Struct, kw_only=True):
+class _SavedSchedule(msgspec.Struct, kw_only=True):
     """A saved state, as JSON values; nothing that is in flight is in it."""
 
     plan: dict[str, Any]
@@ -192,7 +192,7 @@ class GroupSchedule:
     def state_dict(self) -> dict[str, Any]:
         """The trained and dropped positions, and the plan, as JSON values; nothing that is in flight."""
         settled = sorted(self._settled.items())
-        state = _State(
+        state = _SavedSchedule(
             plan=self.plan.identity(),
             plan_state=self.plan.state_dict(),
             step=self.trained_steps,
@@ -212,7 +212,7 @@ class GroupSchedule:
         if self._next_position or self.trained_steps:
             raise TrainingError("load_state_dict comes before the first group is begun")
         try:
-            saved = msgspec.convert(state, _State)
+            saved = msgspec.convert(state, _SavedSchedule)
         except msgspec.ValidationError as error:
             raise ConfigError(f"this is no saved state of batches: {error}") from error
         mine, theirs = self.plan.identity(), saved.plan

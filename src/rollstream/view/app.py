@@ -15,11 +15,11 @@ import orjson
 from aiohttp import web
 
 from rollstream.buffer.command import opened
-from rollstream.daemon_threads import in_daemon_thread
 from rollstream.errors import ConfigError, DamageError, NotFoundError, RunDirectoryError, StorageError
 from rollstream.evaluate.metrics import SOLVED_AT
 from rollstream.store.columns import Array, RunColumns
 from rollstream.trajectory import failure_cause
+from rollstream.user_calls import in_daemon_thread
 from rollstream.view import reader
 from rollstream.view.filter import Filter, FilterError, sort_rows
 from rollstream.view.overview import compare, overview, tools

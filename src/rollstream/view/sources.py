@@ -93,7 +93,7 @@ class DamagedSource(Source):
         return super().describe() | {"state": "damaged", "error": self.error}
 
 
-class _Batch(msgspec.Struct):
+class _TrainedBatch(msgspec.Struct):
     """A line about a batch that a training trained on."""
 
     first: int
@@ -131,13 +131,13 @@ class TrainingSource(Source):
         batches = [batch for batch in self._batches() if batch.first <= step and batch.step > after]
         return [{"step": batch.step, **group} for batch in batches for group in batch.groups]
 
-    def _batches(self) -> list[_Batch]:
+    def _batches(self) -> list[_TrainedBatch]:
         """The batches by their first step; of one that was trained twice the last line."""
-        batches: dict[int, _Batch] = {}
+        batches: dict[int, _TrainedBatch] = {}
         with contextlib.suppress(OSError), open_regular(Path(self.path) / GROUPS_FILE) as lines:
             while line := lines.readline(_MOST_LINE):
                 with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):  # a torn line
-                    batch = msgspec.json.decode(line, type=_Batch)
+                    batch = msgspec.json.decode(line, type=_TrainedBatch)
                     batches[batch.first] = batch
         return [batches[first] for first in sorted(batches)]
 

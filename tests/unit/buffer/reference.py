@@ -15,11 +15,11 @@ from rollstream.buffer.store.base import (
     GroupState,
     JobRecord,
     Judged,
-    Lease,
     Limits,
-    Policy,
     Removal,
     Stats,
+    StoredLease,
+    StoreRules,
     Wanted,
 )
 from rollstream.errors import BufferFullError, ConflictError, NotFoundError
@@ -79,7 +79,7 @@ class RefLease:
 
 
 class ReferenceStore:
-    def __init__(self, policy: Policy, limits: Limits) -> None:
+    def __init__(self, policy: StoreRules, limits: Limits) -> None:
         self.policy, self.limits, self.now = policy, limits, 0.0
         self.groups: dict[int, RefGroup] = {}
         self.leases: dict[str, RefLease] = {}
@@ -368,10 +368,10 @@ class ReferenceStore:
         self.jobs[job.id] = msgspec.structs.replace(job, number=number)
         return self.jobs[job.id]
 
-    def seen_leases(self) -> list[Lease]:
+    def seen_leases(self) -> list[StoredLease]:
         out = sorted((x.deadline, key) for key, x in self.leases.items() if x.state == "out")
         return [
-            Lease(
+            StoredLease(
                 id=key,
                 consumer=self.leases[key].consumer,
                 seconds=self.leases[key].seconds,

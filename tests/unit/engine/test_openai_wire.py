@@ -8,7 +8,7 @@ from openai.types.chat import ChatCompletionChunk
 from rollstream.engine.base import ChatPrompt
 from rollstream.engine.openai import (
     ENGINE_KWARGS,
-    Answer,
+    StreamedAnswer,
     endpoint_url,
     request_fields,
     retry_after,
@@ -136,13 +136,13 @@ def test_images_take_the_places_of_their_parts() -> None:
             wire_messages([message], images)
 
 
-def add(answer: Answer, delta: dict[str, Any] | None = None, **more: Any) -> None:
+def add(answer: StreamedAnswer, delta: dict[str, Any] | None = None, **more: Any) -> None:
     choice = {"index": 0, "delta": delta or {}, "finish_reason": None, **more}
     answer.add(construct_type(type_=ChatCompletionChunk, value={"choices": [choice]}))
 
 
 def test_an_answer_is_put_together() -> None:
-    answer = Answer()
+    answer = StreamedAnswer()
     for delta in [
         {"role": "assistant", "content": None},
         {"reasoning_content": "h"},

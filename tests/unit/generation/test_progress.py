@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollstream.generation.progress import (
     ProgressConsole,
     RateMeter,
-    Snapshot,
+    RunProgress,
     Waits,
     format_line,
     show_progress,
@@ -20,7 +20,7 @@ from rollstream.generation.progress import (
 from tests.support.until import until
 
 
-def snapshot(**changes: object) -> Snapshot:
+def snapshot(**changes: object) -> RunProgress:
     values = {
         "total": 100,
         "done": 40,
@@ -31,7 +31,7 @@ def snapshot(**changes: object) -> Snapshot:
         "tokens": 999,
         "mean_reward": 0.25,
     }
-    return Snapshot(**{**values, **changes})  # type: ignore[arg-type]
+    return RunProgress(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def line(rates: tuple[float, float] = (10.0, 1234.0), **changes: object) -> str:

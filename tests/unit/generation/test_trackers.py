@@ -11,7 +11,7 @@ import pytest
 
 from rollstream.engine.base import EngineLoad
 from rollstream.generation import trackers as module
-from rollstream.generation.progress import Snapshot
+from rollstream.generation.progress import RunProgress
 from rollstream.generation.trackers import QUEUE_REPORTS, Reporter, TrackedRun, Tracker
 from tests.support.until import until
 from tests.unit.generation.test_progress import snapshot
@@ -206,7 +206,7 @@ async def test_reports_are_told_now_and_then_and_at_the_end() -> None:
     reporter.begin(RUN, CREATED)
     done = 0
 
-    def observe() -> Snapshot:
+    def observe() -> RunProgress:
         nonlocal done
         done += 1
         return snapshot(done=done, saved_batches=1, unsealed_rows=7)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollstream import daemon_threads
+from rollstream import user_calls
 from rollstream.errors import ConfigError, RewardError
 from rollstream.reward.base import RewardFunction
 from rollstream.reward.custom import load_reward
@@ -149,7 +149,7 @@ async def test_what_goes_wrong_is_the_functions_own(path: str, name: str, said: 
 async def test_a_timeout_hurts_its_own_rollout_only(
     path: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon_threads, "BLOCKED_AFTER", 0.05)
+    monkeypatch.setattr(user_calls, "BLOCKED_AFTER", 0.05)
     event = threading.Event()
     reward = load_reward(path, name, {"release": event}, timeout=0.05, max_concurrency=1)
     for _ in range(2):

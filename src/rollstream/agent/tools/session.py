@@ -20,9 +20,9 @@ from rollstream.agent.tools.functions import FunctionTool
 from rollstream.aio import finish_despite_cancellation
 from rollstream.chat.parsers.base import ToolCall
 from rollstream.chat.tool_schema import ArgumentCheck, ToolSchema
-from rollstream.daemon_threads import CallsRefusedError, Outcome, UserCalls
 from rollstream.errors import DataError, TransientError, unknown_name
 from rollstream.surrogates import replace_in_text
+from rollstream.user_calls import CallResult, CallsRefusedError, UserCalls
 
 TruncateSide = Literal["left", "right", "middle"]
 """Which side of a text that is too long is cut off, as verl names it."""
@@ -102,9 +102,9 @@ class _Instance:
     tool: ClassTool
     identifier: Any
     """The one given; then what `create` said."""
-    created: Outcome | None = None
+    created: CallResult | None = None
     """How `create` ended; None if it did not, so that there may be something to release."""
-    creating: asyncio.Task[Outcome] = field(init=False)
+    creating: asyncio.Task[CallResult] = field(init=False)
 
 
 class RowArguments(msgspec.Struct, forbid_unknown_fields=True):
@@ -246,7 +246,7 @@ class ToolSession:
         read = partial(read_result, limits=self._limits)
         return self._result(name, await self._calls.run(made, name=name, seconds=seconds, read=read))
 
-    async def _create(self, instance: _Instance) -> Outcome:
+    async def _create(self, instance: _Instance) -> CallResult:
         tool, row = instance.tool, self._of_row(instance.tool, "create")
         offered = {**row, "create_kwargs": dict(row), "instance_id": instance.identifier}
         create = partial(tool.tool.create, **accepted(tool.tool.create, offered))
@@ -285,7 +285,7 @@ class ToolSession:
         try:
             outcome = await self._calls.run(call, name=what, seconds=self._limits.timeout, read=read)
         except TransientError as error:
-            outcome = Outcome(error=error)
+            outcome = CallResult(error=error)
         if _went_well(outcome):
             return outcome.value
         self._result(what, outcome)
@@ -294,7 +294,7 @@ class ToolSession:
     def _of_row(self, tool: ClassTool, method: str) -> Mapping[str, Any]:
         return getattr(self._arguments.get(tool.name), f"{method}_kwargs", None) or {}
 
-    def _result(self, name: str, outcome: Outcome) -> ToolResult:
+    def _result(self, name: str, outcome: CallResult) -> ToolResult:
         if outcome.timed_out:
             said = f"{name} did not answer within {self._limits.timeout:g} seconds."
             return self._failed(name, "timeout", said)
@@ -331,7 +331,7 @@ def accepted(method: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str
     return {name: value for name, value in offered.items() if name in parameters}
 
 
-def _went_well(outcome: Outcome) -> bool:
+def _went_well(outcome: CallResult) -> bool:
     return outcome.error is None and not outcome.timed_out
 
 

@@ -28,8 +28,8 @@ from rollstream.chat.tool_schema import (
     check_tool_schema,
     read_tool_entries,
 )
-from rollstream.daemon_threads import UserCalls
 from rollstream.errors import ConfigError, unknown_name
+from rollstream.user_calls import UserCalls
 from rollstream.user_code import construct, import_name, source_digest
 
 _KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
@@ -229,7 +229,7 @@ def load_tool_file(path: str | Path) -> list[ClassTool | McpEntry]:
     ]
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+class _ToolEntry(msgspec.Struct, forbid_unknown_fields=True):
     class_name: str | None = None
     config: dict[Any, Any] | None = None
     tool_schema: Any = None
@@ -248,7 +248,7 @@ class _McpConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 def _read_entry(entry: Any, where: str, file: Path) -> ClassTool | McpEntry:
     try:
-        read = msgspec.convert(entry, _Entry)
+        read = msgspec.convert(entry, _ToolEntry)
         match (read.config or {}).get("type", "native"):
             case "native":
                 return _read_class(read, where, file)
@@ -260,7 +260,7 @@ def _read_entry(entry: Any, where: str, file: Path) -> ClassTool | McpEntry:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _read_class(entry: _Entry, where: str, file: Path) -> ClassTool:
+def _read_class(entry: _ToolEntry, where: str, file: Path) -> ClassTool:
     class_name, config = entry.class_name, entry.config or {}
     if not class_name or entry.mcp is not None:
         raise ConfigError(
@@ -283,7 +283,7 @@ def _read_class(entry: _Entry, where: str, file: Path) -> ClassTool:
     return ClassTool(schema["function"]["name"], tool, schema, [cls.__qualname__, source_digest(cls), config])
 
 
-def _read_mcp(entry: _Entry, where: str) -> McpEntry:
+def _read_mcp(entry: _ToolEntry, where: str) -> McpEntry:
     require_mcp(where)
     if entry.class_name not in (None, _VERL_MCP_CLASS) or entry.tool_schema is not None:
         raise ConfigError(f"{where}: MCP servers say their schemas themselves: no class_name, no tool_schema")

@@ -92,7 +92,7 @@ def described(group: Group) -> dict[str, Any]:
     return {**msgspec.to_builtins(group), "job": group.job or None}
 
 
-class Lease(msgspec.Struct, frozen=True, kw_only=True, rename={"seconds": "lease_seconds"}):
+class StoredLease(msgspec.Struct, frozen=True, kw_only=True, rename={"seconds": "lease_seconds"}):
     """Groups that a reader has until it acks, nacks, or its time is over."""
 
     id: str
@@ -175,7 +175,7 @@ class Change(NamedTuple):
     """Groups by reason."""
 
 
-class Policy(Protocol):
+class StoreRules(Protocol):
     """Tells a store about tasks."""
 
     def settings(self, task: str, job: JobRecord | None) -> GroupSettings: ...

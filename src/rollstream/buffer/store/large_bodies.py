@@ -18,7 +18,7 @@ from typing import NamedTuple
 from rollstream.store.journal import sync_folder
 
 
-class Place(NamedTuple):
+class BodyPlace(NamedTuple):
     """The part of a file that is a body."""
 
     file: int
@@ -64,14 +64,14 @@ class LargeBodies:
             os.close(self._fd)
         self._fd, self._end, self._kept = -1, 0, 0
 
-    def append(self, body: bytes) -> Place:
+    def append(self, body: bytes) -> BodyPlace:
         """Writes a body; `sync` makes it durable."""
         if self._fd < 0:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             self._last += 1
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd = os.open(self._path(self._last), flags, 0o600)
-        place, rest = Place(self._last, self._end, len(body)), memoryview(body)
+        place, rest = BodyPlace(self._last, self._end, len(body)), memoryview(body)
         while rest:
             written = os.write(self._fd, rest)
             self._end += written
@@ -116,7 +116,7 @@ class LargeBodies:
                         self._path(self._last).unlink()
             self.close()
 
-    def read(self, place: Place) -> bytes | None:
+    def read(self, place: BodyPlace) -> bytes | None:
         """Returns a body, or None where its file is gone. A damaged one is shorter, or other."""
         try:
             with self._path(place.file).open("rb", buffering=0) as file:

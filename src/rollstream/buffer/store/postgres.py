@@ -84,7 +84,7 @@ class PostgresDatabase:
             ) from None
         self.transaction(lambda tx: self._create(tx, schema))
 
-    def _create(self, tx: "_Tx", schema: str) -> None:
+    def _create(self, tx: "_PostgresTx", schema: str) -> None:
         if (encoding := tx.rows("SHOW server_encoding")[0][0]) != "UTF8":
             raise ConfigError(f"{self._database} has the encoding {encoding}: make one with UTF8")
         # Asked first: what exists may be used also by who may not create it.
@@ -121,14 +121,14 @@ class PostgresDatabase:
             with connection.transaction():
                 # A statement of its own: each one sees what was committed when it began.
                 connection.execute("SELECT pg_advisory_xact_lock(%s)", (self._lock,))
-                return work(_Tx(connection))
+                return work(_PostgresTx(connection))
 
     def read(self, work: Callable[[Any], T]) -> T:
         with self._errors():
             connection = self._connected("looks")
             with connection.transaction():
                 connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-                return work(_Tx(connection))
+                return work(_PostgresTx(connection))
 
     def disk_bytes(self) -> int:
         """Bytes of tables and indexes."""
@@ -168,7 +168,7 @@ class PostgresDatabase:
             ) from (error if is_safe else None)
 
 
-class _Tx:
+class _PostgresTx:
     def __init__(self, connection: Any) -> None:
         self._cursor = connection.cursor(binary=True)
         ((self.now,),) = self.rows(_NOW)

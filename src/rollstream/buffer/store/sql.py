@@ -35,11 +35,11 @@ from rollstream.buffer.store.base import (
     GroupState,
     JobRecord,
     Judged,
-    Lease,
     Limits,
-    Policy,
     Removal,
     Stats,
+    StoredLease,
+    StoreRules,
     Taken,
     Wanted,
     described,
@@ -174,7 +174,7 @@ class Database(Protocol):
         ...
 
 
-class _Row(Group, gc=False):
+class _GroupRow(Group, gc=False):
     """A row of `groups`, while a transaction changes it."""
 
     key: str
@@ -184,7 +184,7 @@ class _Row(Group, gc=False):
     lease: str | None = None
 
 
-_FIELDS: Final = _Row.__struct_fields__
+_FIELDS: Final = _GroupRow.__struct_fields__
 _GROUP: Final = ", ".join(f'"{name}"' for name in Group.__struct_fields__)
 _ROW: Final = ", ".join(f'"{name}"' for name in _FIELDS)
 _ID, _REWARDS, _TIMED_OUT = map(_FIELDS.index, ("instance_id", "rewards", "timed_out"))
@@ -207,7 +207,7 @@ _STATES: Final = {
 PostgreSQL does not know when it plans."""
 
 
-class _Session:
+class _TransactionState:
     """The state that the operations of one transaction share."""
 
     def __init__(self, tx: Tx, jobs: Mapping[str, JobRecord], jobs_version: int) -> None:
@@ -238,10 +238,10 @@ class _Session:
             total = self.totals[f"reward_{which}"] + reward  # JSON has no infinity
             self.totals[f"reward_{which}"] = max(-sys.float_info.max, min(total, sys.float_info.max))
 
-    def make_ready(self, row: _Row) -> None:
+    def make_ready(self, row: _GroupRow) -> None:
         row.state, self.ready = "ready", True
 
-    def drop(self, row: _Row, reason: str) -> None:
+    def drop(self, row: _GroupRow, reason: str) -> None:
         row.state, row.reason, row.lease = "dropped", reason, None
         row.left = self.leave(row.n, row.bytes)
         self.count(f"items_dropped:{reason}", row.n)
@@ -260,12 +260,12 @@ class _Session:
         self.tx.rows("UPDATE totals SET json = %s WHERE id = 1", orjson.dumps(self.totals).decode())
 
 
-_Op = Callable[[_Session], Any]
+_Op = Callable[[_TransactionState], Any]
 _Waiting = tuple[Sequence[Item] | _Op, asyncio.Future[Any]]
 
 
 def _change(
-    method: Callable[Concatenate["SqlStore", _Session, P], T],
+    method: Callable[Concatenate["SqlStore", _TransactionState, P], T],
 ) -> Callable[Concatenate["SqlStore", P], Coroutine[Any, Any, T]]:
     """A call of the store that is a part of a transaction."""
 
@@ -296,7 +296,7 @@ class SqlStore:
     `StorageError`, or of its kinds `StorageFullError` when there is no room.
     """
 
-    def __init__(self, database: Database, policy: Policy, limits: Limits | None = None) -> None:
+    def __init__(self, database: Database, policy: StoreRules, limits: Limits | None = None) -> None:
         self._database, self._policy, self._limits = database, policy, limits or Limits()
         self._changes = ThreadPoolExecutor(1, thread_name_prefix="buffer-changes")
         self._looks = ThreadPoolExecutor(1, thread_name_prefix="buffer-looks")
@@ -389,8 +389,8 @@ class SqlStore:
     async def _transact(self, ops: Sequence[Sequence[Item] | _Op]) -> list[Any]:
         """Does all of them; the result of each, or its error."""
 
-        def work(tx: Tx) -> tuple[_Session, list[Any]]:
-            session = _Session(tx, self.known_jobs, self._jobs_version)
+        def work(tx: Tx) -> tuple[_TransactionState, list[Any]]:
+            session = _TransactionState(tx, self.known_jobs, self._jobs_version)
             written = iter(self._write(session, [op for op in ops if not callable(op)]))
             results: list[Any] = []
             for op in ops:
@@ -429,7 +429,7 @@ class SqlStore:
                 await self._in(self._changes, lambda: self._database.tidy(all_of_it=True))
 
     @_change
-    def _make_room(self, session: _Session, size: int) -> int:
+    def _make_room(self, session: _TransactionState, size: int) -> int:
         """Gives up what of the archive the disk lacks for so many bytes; 0: that would not help."""
         lacking, archive = _lacking(session.tx, session.totals, size), session.totals["archive_bytes"]
         trimmed = self._trim(session, archive - lacking) if 0 < lacking <= archive else 0
@@ -442,7 +442,7 @@ class SqlStore:
         return [uid in found for uid in uids]
 
     def _write(
-        self, session: _Session, writes: Sequence[Sequence[Item]]
+        self, session: _TransactionState, writes: Sequence[Sequence[Item]]
     ) -> list[list[bool] | RollstreamError]:
         """A write that does not fit under the limit, or on the disk, gets its error in place of a result."""
         if not writes:
@@ -473,18 +473,18 @@ class SqlStore:
             self._add(session, new)
         return results
 
-    def _add(self, session: _Session, new: Sequence[Item]) -> None:
+    def _add(self, session: _TransactionState, new: Sequence[Item]) -> None:
         jobs, last, tx = session.jobs, _last(session.jobs), session.tx
         owners = [_owner(item, jobs, last) for item in new]
         keys = [_group_key(*owner, item.instance_id) for owner, item in zip(owners, new, strict=True)]
         open_rows = {row.key: row for row in _rows(tx, "state = 'open' AND key = ANY(%s)", list(set(keys)))}
-        touched: dict[int, _Row] = {}
+        touched: dict[int, _GroupRow] = {}
         items, bodies = [], []
         for item, (task, job), key in zip(new, owners, keys, strict=True):
             settings = self._policy.settings(task, jobs.get(job))
             row = open_rows.get(key)
             if row is None:
-                row = open_rows[key] = _Row(
+                row = open_rows[key] = _GroupRow(
                     session.count("groups"), task, job, item.instance_id, settings.group_size,
                     n=0, bytes=0, rewards=[], failed=0, version=None, state="open", timed_out=False, position=0,
                     updated=0.0, reason=None, cause=None, left=None, key=key,
@@ -513,7 +513,7 @@ class SqlStore:
         tx.many("INSERT INTO bodies (seq, body, file) VALUES (%s, %s, %s)", bodies)
         _save(session, touched.values())
 
-    def _judge(self, session: _Session, row: _Row) -> None:
+    def _judge(self, session: _TransactionState, row: _GroupRow) -> None:
         """Judges by the default rule, unless the group waits for its task's own hook."""
         if self._policy.has_own_judge(row.task):
             session.unjudged, row.judged = True, 0
@@ -532,7 +532,7 @@ class SqlStore:
     # -- reading
 
     @_change
-    def take(self, session: _Session, wanted: Wanted) -> Taken:
+    def take(self, session: _TransactionState, wanted: Wanted) -> Taken:
         """Leases groups, first in the queue first."""
         tx = session.tx
         chosen, stale = _choose(tx, wanted)
@@ -575,7 +575,7 @@ class SqlStore:
 
     @_change
     def finish(
-        self, session: _Session, lease: str, removals: Sequence[Removal], back: Sequence[int] = ()
+        self, session: _TransactionState, lease: str, removals: Sequence[Removal], back: Sequence[int] = ()
     ) -> None:
         """Takes groups out of a lease, `back` to their places. Raises `ConflictError`: it ended meanwhile."""
         tx = session.tx
@@ -597,7 +597,9 @@ class SqlStore:
         )
 
     @_change
-    def ack(self, session: _Session, leases: Sequence[str], *, reported_up_to: int | None = None) -> Acked:
+    def ack(
+        self, session: _TransactionState, leases: Sequence[str], *, reported_up_to: int | None = None
+    ) -> Acked:
         """The groups leave: of all leases, or of none. `reported_up_to`: see `unread_drops`.
 
         Raises:
@@ -633,7 +635,7 @@ class SqlStore:
         return Acked(sum(of_groups), sum(of_items), not live)
 
     @_change
-    def nack(self, session: _Session, lease: str) -> None:
+    def nack(self, session: _TransactionState, lease: str) -> None:
         """The groups go back to their places. Raises `NotFoundError`, `ConflictError`."""
         state, *_ = _lease_rows(session.tx, [lease])[lease]
         if state == "acked":
@@ -642,7 +644,7 @@ class SqlStore:
             _give_back(session, [lease])
 
     @_change
-    def extend(self, session: _Session, lease: str, seconds: float) -> None:
+    def extend(self, session: _TransactionState, lease: str, seconds: float) -> None:
         """The lease ends that much from now. Raises `NotFoundError`, `ConflictError`."""
         if _lease_rows(session.tx, [lease])[lease][0] != "out":
             raise ConflictError(f"lease {lease} has ended")
@@ -660,12 +662,12 @@ class SqlStore:
         await self._return_leases("read_id = %s", read_id)
 
     @_change
-    def _return_leases(self, session: _Session, which: str, argument: str) -> int:
+    def _return_leases(self, session: _TransactionState, which: str, argument: str) -> int:
         rows = session.tx.rows(f"SELECT id FROM leases WHERE state = 'out' AND {which}", argument)
         return _give_back(session, [lease for (lease,) in rows])
 
     @_look
-    def leases(self, tx: Tx, consumer: str | None = None) -> list[Lease]:
+    def leases(self, tx: Tx, consumer: str | None = None) -> list[StoredLease]:
         """The leases that are out."""
         groups = defaultdict(list)
         for group, lease in tx.rows(
@@ -673,7 +675,9 @@ class SqlStore:
         ):
             groups[lease].append(group)
         return [
-            Lease(id=id_, consumer=owner, seconds=seconds, left_s=max(0.0, end - tx.now), groups=groups[id_])
+            StoredLease(
+                id=id_, consumer=owner, seconds=seconds, left_s=max(0.0, end - tx.now), groups=groups[id_]
+            )
             for id_, owner, seconds, end in tx.rows(
                 "SELECT id, consumer, seconds, deadline FROM leases WHERE state = 'out' ORDER BY deadline, id"
             )
@@ -688,7 +692,9 @@ class SqlStore:
         return _groups(tx, f"{_UNJUDGED} AND task = ANY(%s) ORDER BY position LIMIT %s", list(tasks), limit)
 
     @_change
-    def judge(self, session: _Session, judged: Sequence[Judged], removals: Sequence[Removal]) -> None:
+    def judge(
+        self, session: _TransactionState, judged: Sequence[Judged], removals: Sequence[Removal]
+    ) -> None:
         """Takes the verdicts of hooks on groups; `removals` are those that they failed on."""
         ids = [*(verdict.group for verdict in judged), *(removal.group for removal in removals)]
         rows = _rows(session.tx, "state IN ('open', 'judging') AND id = ANY(%s)", ids)
@@ -706,7 +712,7 @@ class SqlStore:
         _save(session, rows)
 
     @_change
-    def drop(self, session: _Session, groups: Sequence[int] | None, reason: str) -> int:
+    def drop(self, session: _TransactionState, groups: Sequence[int] | None, reason: str) -> int:
         """Drops quarantined groups (None: all); how many."""
         which, values = _where("state = 'quarantined'", ("id = ANY(%s)", groups))
         return _drop_where(session, reason, which, *values)
@@ -720,7 +726,7 @@ class SqlStore:
         return dropped
 
     @_change
-    def retry(self, session: _Session, groups: Sequence[int] | None) -> list[int]:
+    def retry(self, session: _TransactionState, groups: Sequence[int] | None) -> list[int]:
         """Quarantined groups (None: all) are judged or handed out again; which ones.
 
         Those whose task has no hook any more that judges are judged by the default rule, as they are.
@@ -747,7 +753,7 @@ class SqlStore:
         return done
 
     @_change
-    def _sweep(self, session: _Session) -> int:
+    def _sweep(self, session: _TransactionState) -> int:
         tx = session.tx
         due = f"deadline < %s ORDER BY deadline, id LIMIT {_SLICE}"
         expired = tx.rows(f"SELECT id FROM leases WHERE state = 'out' AND {due}", tx.now)
@@ -771,7 +777,7 @@ class SqlStore:
         session.in_vain += not done
         return done
 
-    def _trim(self, session: _Session, bound: int) -> int:
+    def _trim(self, session: _TransactionState, bound: int) -> int:
         """Deletes bodies of what left first, some at a time, until the archive has so many bytes."""
         totals, ids = session.totals, []
         if totals["archive_bytes"] <= bound:
@@ -793,7 +799,7 @@ class SqlStore:
         session.tx.rows("UPDATE groups SET bytes = 0 WHERE id = ANY(%s)", ids)
         return len(ids)
 
-    def _forget(self, session: _Session) -> int:
+    def _forget(self, session: _TransactionState) -> int:
         """Forgets groups that left first, and their uids, but those of the last job."""
         totals, last = session.totals, _last(session.jobs)
         bound = min(totals["trimmed"], totals["items_left"] - self._limits.remembered_uids)
@@ -814,7 +820,7 @@ class SqlStore:
     # -- jobs
 
     @_change
-    def save_job(self, session: _Session, record: JobRecord) -> JobRecord:
+    def save_job(self, session: _TransactionState, record: JobRecord) -> JobRecord:
         """Stores a job and returns it: a new one gets its `number`, and `expected` stays once it is known."""
         totals, last, known = session.totals, _last(session.jobs), session.jobs.get(record.id)
         if known is None:
@@ -834,7 +840,7 @@ class SqlStore:
         return record
 
     @_change
-    def expect(self, session: _Session, job: str, items: int) -> None:
+    def expect(self, session: _TransactionState, job: str, items: int) -> None:
         """Sets `expected` of a job, and nothing else. Raises `NotFoundError`."""
         if (record := session.jobs.get(job)) is None:
             raise NotFoundError(f"there is no job {job!r:.100}")
@@ -846,7 +852,7 @@ class SqlStore:
         return _jobs(tx)
 
     @_change
-    def claim_job(self, session: _Session, job: str, server: str, stale_after_s: float) -> bool:
+    def claim_job(self, session: _TransactionState, job: str, server: str, stale_after_s: float) -> bool:
         """Whether a job is this server's: nobody else's, or of one that has not claimed it for so long."""
         now = session.tx.now
         claimed = session.tx.rows(
@@ -963,8 +969,10 @@ def _groups(tx: Tx, which: str, *arguments: Any) -> list[Group]:
     return [_decoded(row, Group) for row in tx.rows(f"SELECT {_GROUP} FROM groups WHERE {which}", *arguments)]
 
 
-def _rows(tx: Tx, which: str, *arguments: Any) -> list[_Row]:
-    return [_decoded(row, _Row) for row in tx.rows(f"SELECT {_ROW} FROM groups WHERE {which}", *arguments)]
+def _rows(tx: Tx, which: str, *arguments: Any) -> list[_GroupRow]:
+    return [
+        _decoded(row, _GroupRow) for row in tx.rows(f"SELECT {_ROW} FROM groups WHERE {which}", *arguments)
+    ]
 
 
 def _decoded(row: Sequence[Any], kind: type[G]) -> G:
@@ -974,7 +982,7 @@ def _decoded(row: Sequence[Any], kind: type[G]) -> G:
     return kind(*values)
 
 
-def _save(session: _Session, rows: Collection[_Row]) -> None:
+def _save(session: _TransactionState, rows: Collection[_GroupRow]) -> None:
     saved = []
     for row in sorted(rows, key=lambda row: row.id):  # by age: of one key only one group may be open
         values = list(msgspec.structs.astuple(row))
@@ -1011,7 +1019,7 @@ def _choose(tx: Tx, wanted: Wanted) -> tuple[list[Group], list[int]]:
     return chosen, stale
 
 
-def _drop_where(session: _Session, reason: str, which: str, *arguments: Any) -> int:
+def _drop_where(session: _TransactionState, reason: str, which: str, *arguments: Any) -> int:
     rows = _rows(session.tx, which, *arguments)
     for row in sorted(rows, key=lambda row: row.position):
         session.drop(row, reason)
@@ -1019,7 +1027,7 @@ def _drop_where(session: _Session, reason: str, which: str, *arguments: Any) -> 
     return len(rows)
 
 
-def _remove(session: _Session, rows: Sequence[_Row], removals: Sequence[Removal]) -> None:
+def _remove(session: _TransactionState, rows: Sequence[_GroupRow], removals: Sequence[Removal]) -> None:
     """Drops or quarantines groups among these."""
     by_id = {row.id: row for row in rows}
     for removal in removals:
@@ -1033,7 +1041,7 @@ def _remove(session: _Session, rows: Sequence[_Row], removals: Sequence[Removal]
             row.cause = end.encode("utf-8", "backslashreplace").decode()
 
 
-def _give_back(session: _Session, leases: list[str]) -> int:
+def _give_back(session: _TransactionState, leases: list[str]) -> int:
     """Groups go back to their places. They still know their lease, so a late ack finds them."""
     tx = session.tx
     rows = tx.rows(
@@ -1118,7 +1126,7 @@ def _last(jobs: Mapping[str, JobRecord]) -> JobRecord | None:
     return next(reversed(jobs.values()), None)  # type: ignore[call-overload]
 
 
-def _put_job(session: _Session, record: JobRecord) -> None:
+def _put_job(session: _TransactionState, record: JobRecord) -> None:
     session.tx.rows(
         "INSERT INTO jobs (id, number, record) VALUES (%s, %s, %s) "
         "ON CONFLICT (id) DO UPDATE SET record = excluded.record",

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from rollstream.buffer.store.large_bodies import LargeBodies, Place
+from rollstream.buffer.store.large_bodies import BodyPlace, LargeBodies
 from rollstream.errors import DamageError, DataError, RunDirectoryError, StorageError, StorageFullError
 
 T = TypeVar("T")
@@ -161,8 +161,8 @@ class SqliteDatabase:
             finally:
                 connection.execute("ROLLBACK")
 
-    def _tx(self, connection: sqlite3.Connection) -> "_Tx":
-        return _Tx(self, connection, self._clock + time.monotonic() - self._opened)
+    def _tx(self, connection: sqlite3.Connection) -> "_SqliteTx":
+        return _SqliteTx(self, connection, self._clock + time.monotonic() - self._opened)
 
     def disk_bytes(self) -> int:
         """Bytes of the database, its log, and large bodies."""
@@ -240,7 +240,7 @@ class SqliteDatabase:
                     return
 
 
-class _Tx:
+class _SqliteTx:
     def __init__(self, database: SqliteDatabase, connection: sqlite3.Connection, now: float) -> None:
         self._large, self._connection, self.now = database.large_bodies, connection, now
         self.room = database.room
@@ -252,7 +252,7 @@ class _Tx:
         return _PLACE.pack(place.at, place.size), place.file
 
     def get(self, body: bytes, file: int | None) -> bytes | None:
-        return body if file is None else self._large.read(Place(file, *_PLACE.unpack(body)))
+        return body if file is None else self._large.read(BodyPlace(file, *_PLACE.unpack(body)))
 
     def forget(self, files: Iterable[int]) -> None:
         for file in files:

@@ -25,7 +25,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class Stretch:
     """A stretch of a turn."""
 
     kind: SegmentKind
@@ -36,7 +36,7 @@ class Segment:
 class ParsedOutput:
     """A turn, read."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[Stretch, ...]
     """Their texts, concatenated, are the turn, character for character."""
     calls: tuple[ToolCall, ...]
     """In the order written, at least one for every segment of kind `call`."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from rollstream.chat.parsers.base import ParsedOutput, Segment, SegmentKind, ToolCall
+from rollstream.chat.parsers.base import ParsedOutput, SegmentKind, Stretch, ToolCall
 from rollstream.chat.parsers.json_call import (
     UnreadableError,
     can_be_stored,
@@ -93,7 +93,7 @@ class TurnReader:
         """Takes the rest as content and thinking, the end tokens as markup."""
         self.take_content()
         self.take("markup", len(self.text))
-        segments = tuple(Segment(kind, self.text[start:end]) for kind, start, end in self._spans)
+        segments = tuple(Stretch(kind, self.text[start:end]) for kind, start, end in self._spans)
         return ParsedOutput(segments, tuple(self._calls))
 
     def at(self, marker: str, position: int) -> bool:

@@ -65,7 +65,7 @@ class _ToolUse(_Block, tag="tool_use"):
     input: dict[str, Any]
 
 
-class _Source(msgspec.Struct):
+class _ImageSource(msgspec.Struct):
     type: Literal["base64", "url"]
     url: str | None = None
     media_type: str | None = None
@@ -73,14 +73,14 @@ class _Source(msgspec.Struct):
 
 
 class _Image(_Block, tag="image"):
-    source: _Source
+    source: _ImageSource
 
 
 class _ToolReference(_Block, tag="tool_reference"):
     tool_name: str
 
 
-class _ToolResult(_Block, tag="tool_result"):
+class _ToolResultBlock(_Block, tag="tool_result"):
     tool_use_id: str
     content: str | list[_Text | _Image | _ToolReference] | None = None
 
@@ -90,7 +90,7 @@ class _System(_Message, tag="system"):
 
 
 class _User(_Message, tag="user"):
-    content: str | list[_Text | _Image | _ToolResult]
+    content: str | list[_Text | _Image | _ToolResultBlock]
 
 
 class _Assistant(_Message, tag="assistant"):
@@ -236,7 +236,7 @@ def _read_message(
         return
     parts: list[Part] = []
     for block in message.content:
-        if not isinstance(block, _ToolResult):
+        if not isinstance(block, _ToolResultBlock):
             parts.append(_read_part(block, images, deferred))
             continue
         if parts:

@@ -29,7 +29,7 @@ from rollstream.trajectory import Message
 from rollstream.web import HTTPError
 
 
-class _Block(msgspec.Struct, tag_field="type"):
+class _InputBlock(msgspec.Struct, tag_field="type"):
     pass
 
 
@@ -37,49 +37,49 @@ class _AnyText(msgspec.Struct):
     text: str
 
 
-class _InputText(_Block, tag="input_text"):
+class _InputText(_InputBlock, tag="input_text"):
     text: str
 
 
-class _OutputText(_Block, tag="output_text"):
+class _OutputText(_InputBlock, tag="output_text"):
     text: str
 
 
-class _Text(_Block, tag="text"):
+class _PlainText(_InputBlock, tag="text"):
     text: str
 
 
-class _Refusal(_Block, tag="refusal"):
+class _Refusal(_InputBlock, tag="refusal"):
     text: str = msgspec.field(name="refusal")
 
 
-class _Image(_Block, tag="input_image"):
+class _InputImage(_InputBlock, tag="input_image"):
     image_url: str | None = None
 
 
-_Content = str | list[_InputText | _OutputText | _Text | _Refusal | _Image]
+_Content = str | list[_InputText | _OutputText | _PlainText | _Refusal | _InputImage]
 
 
-class _Said(_Block, tag="message"):
+class _Said(_InputBlock, tag="message"):
     role: Literal["system", "developer", "user", "assistant"]
     content: _Content
 
 
-class _Reasoning(_Block, tag="reasoning"):
+class _Reasoning(_InputBlock, tag="reasoning"):
     """Thinking that was said here stands in `content`; other servers put a summary of it beside."""
 
     content: list[_AnyText] | None = None
     summary: list[_AnyText] | None = None
 
 
-class _Called(_Block, tag="function_call"):
+class _Called(_InputBlock, tag="function_call"):
     call_id: str
     name: str
     arguments: str
     namespace: str | None = None
 
 
-class _Output(_Block, tag="function_call_output"):
+class _Output(_InputBlock, tag="function_call_output"):
     call_id: str
     output: _Content | None = None
 
@@ -248,7 +248,7 @@ def _read_content(content: _Content, images: bool) -> str | list[Part]:
         return content
     return [
         image(part.image_url, "input", allowed=images)
-        if isinstance(part, _Image)
+        if isinstance(part, _InputImage)
         else {"type": "text", "text": part.text}
         for part in content
     ]

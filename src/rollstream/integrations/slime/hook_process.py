@@ -67,7 +67,7 @@ class GeneratorFile(msgspec.Struct, frozen=True):
     """Why it cannot be used."""
 
 
-class _Request(msgspec.Struct):
+class _HookCall(msgspec.Struct):
     call: str
     path: str
     source: bytes
@@ -78,7 +78,7 @@ class _Request(msgspec.Struct):
     encoding: Encoding = "json"
 
 
-class _Reply(msgspec.Struct):
+class _HookReply(msgspec.Struct):
     result: Any = None
     error: tuple[str, str, str] | None = None
     """The parts of a HookError."""
@@ -109,7 +109,7 @@ class HookProcess:
         """
         await self._turn.acquire()
         # An exchange goes to its end even if the caller is cancelled, so that the wire stays in order.
-        request = _Request(call, str(file.path), file.source, *values)
+        request = _HookCall(call, str(file.path), file.source, *values)
         hooks = file.overridden & _CALLED.get(call, frozenset())
         self._exchanging = asyncio.create_task(self._exchange(request, hooks))
         self._exchanging.add_done_callback(lambda _: self._turn.release())
@@ -131,14 +131,14 @@ class HookProcess:
         self._closed = True
         await self._end()
 
-    async def _exchange(self, request: _Request, hooks: frozenset[str]) -> Any:
+    async def _exchange(self, request: _HookCall, hooks: frozenset[str]) -> Any:
         fresh = False
         while not self._closed:
             if self._child is None:
                 self._child, fresh = await _start(self._seconds), True
                 continue  # closed meanwhile?
             try:
-                reply: _Reply = await self._child.ask(request, timeout=self._seconds + _SLACK_S)
+                reply: _HookReply = await self._child.ask(request, timeout=self._seconds + _SLACK_S)
             except ValueError as error:
                 raise HookError(f"{request.path}: a group is too large for hooks: {error}") from None
             except TimeoutError:
@@ -178,7 +178,7 @@ class HookProcess:
 async def _start(seconds: float) -> Child:
     env = {name: value for name, value in os.environ.items() if name != "ROLLSTREAM_BUFFER_TOKEN"}
     spawn = functools.partial(ReapedProcess.start, bounds=Bounds(grace=0.0))
-    return await Child.start(f"{__name__}:main", str(seconds), codec=packed(_Reply), env=env, spawn=spawn)
+    return await Child.start(f"{__name__}:main", str(seconds), codec=packed(_HookReply), env=env, spawn=spawn)
 
 
 # -- in the child
@@ -186,7 +186,7 @@ async def _start(seconds: float) -> Child:
 
 def main(number: int, seconds: str) -> None:
     """Serves the calls of a HookProcess."""
-    parent = Parent(number, Codec(bytes, packed(_Request).decode))
+    parent = Parent(number, Codec(bytes, packed(_HookCall).decode))
     loaded: dict[bytes, tuple[str, Hooks]] = {}
     while True:
         for request in parent.receive():
@@ -195,23 +195,23 @@ def main(number: int, seconds: str) -> None:
             parent.send(reply)
 
 
-def _reply(request: _Request, loaded: dict[bytes, tuple[str, Hooks]]) -> bytes:
+def _reply(request: _HookCall, loaded: dict[bytes, tuple[str, Hooks]]) -> bytes:
     encode = msgspec.msgpack.encode
     try:
-        reply = encode(_Reply(_result(request, loaded)))
+        reply = encode(_HookReply(_result(request, loaded)))
         if len(reply) > MAX_BYTES:
             raise HookError(f"{request.path}: the answer has {len(reply)} bytes, which is too much")
     except ItemError as error:
-        return encode(_Reply(item_error=(error.message, error.where)))
+        return encode(_HookReply(item_error=(error.message, error.where)))
     except HookError as error:
-        return encode(_Reply(error=(str(error), error.hook, error.traceback)))
+        return encode(_HookReply(error=(str(error), error.hook, error.traceback)))
     except BaseException as error:
         where = "" if isinstance(error, ConfigError) else f"{request.path}: {type(error).__name__}: "
-        return encode(_Reply(error=(f"{where}{error}", "", "".join(traceback.format_exception(error)))))
+        return encode(_HookReply(error=(f"{where}{error}", "", "".join(traceback.format_exception(error)))))
     return reply
 
 
-def _result(request: _Request, loaded: dict[bytes, tuple[str, Hooks]]) -> Any:
+def _result(request: _HookCall, loaded: dict[bytes, tuple[str, Hooks]]) -> Any:
     if request.call.startswith("parse_item"):
         return _parsed(request)
     if request.source not in loaded:
@@ -236,7 +236,7 @@ def _result(request: _Request, loaded: dict[bytes, tuple[str, Hooks]]) -> Any:
         raise HookError(f"{request.path}: {names} gave back an item that {error}", names) from error
 
 
-def _parsed(request: _Request) -> list[tuple[Item, int, int, bool]]:
+def _parsed(request: _HookCall) -> list[tuple[Item, int, int, bool]]:
     """Items without their bodies; where these are in what was sent, and whether they have a uid."""
     bodies = split_batch(request.source, request.encoding) if request.call == "parse_items" else None
     if bodies is None:

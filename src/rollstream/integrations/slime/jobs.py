@@ -52,7 +52,7 @@ _HOW = ("remote_engine_url", "num_process")
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
+class _ClaimedJob:
     """A job that this server has claimed."""
 
     id: str
@@ -98,7 +98,7 @@ class Jobs:
         self._changing, self._wake = asyncio.Lock(), asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self._closed = False
-        self._run: _Run | None = None
+        self._run: _ClaimedJob | None = None
         self._trouble = self._refused = ""
 
     async def resume(self) -> None:
@@ -207,7 +207,7 @@ class Jobs:
             **{"final": final, "log": where, "message": message},
         }
 
-    def _has_progress(self, run: _Run) -> bool:
+    def _has_progress(self, run: _ClaimedJob) -> bool:
         return run.ended is not None and self._store.items_of_job > run.items
 
     async def _keep_reconciled(self) -> None:
@@ -248,7 +248,7 @@ class Jobs:
             return
         if self._run is not None and (self._run.id, self._run.payload) != (record.id, record.payload):
             await self._end_generator()
-        run = self._run = self._run or _Run(record.id, record.payload, claimed=0.0)
+        run = self._run = self._run or _ClaimedJob(record.id, record.payload, claimed=0.0)
         run.claimed = time.monotonic()
         if run.ended is None:
             if run.not_before <= time.monotonic():
@@ -266,7 +266,7 @@ class Jobs:
                 raise
             return True  # no other server can claim it now, either
 
-    async def _begin(self, run: _Run, record: JobRecord) -> None:
+    async def _begin(self, run: _ClaimedJob, record: JobRecord) -> None:
         run.items = self._store.items_of_job
         finished = await self._store.finished(record.id)
         try:
@@ -296,7 +296,7 @@ class Jobs:
             run.ended = asyncio.create_task(run.process.wait(), name=f"generator of job {record.id}")
             run.ended.add_done_callback(lambda _: self._wake.set())
 
-    async def _settle(self, run: _Run, record: JobRecord, end: GeneratorEnd) -> None:
+    async def _settle(self, run: _ClaimedJob, record: JobRecord, end: GeneratorEnd) -> None:
         """Stores how a generator ended. Where that fails, the next reconciliation tries again."""
         if end.finished:
             await self._store.save_job(replace(record, state="finished"))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollstream.config.load import to_settings
-from rollstream.daemon_threads import in_daemon_thread
 from rollstream.data.first_look import LOOKED_AT, first_look
 from rollstream.engine.base import Capabilities, Engine
 from rollstream.engine.continuation import ContinuingEngine, OnUpdate
@@ -30,6 +29,7 @@ from rollstream.scratch import ScratchFolder
 from rollstream.training.ahead import BatchesAhead
 from rollstream.training.plan import PlannedGroup
 from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory
+from rollstream.user_calls import in_daemon_thread
 
 if TYPE_CHECKING:
     from rollstream.integrations.trl.config import GRPOEnvConfig

@@ -30,7 +30,7 @@ _FINISH_REASONS = {
 """Finish reasons of verifiers, and the run directory's. Others are `stop`."""
 
 
-class Shared:
+class SharedEnvironment:
     """The environment and the endpoint that all rollouts of one worker share."""
 
     def __init__(self, environment: Environment, model: str, max_model_len: int | None) -> None:
@@ -75,7 +75,7 @@ class VerifiersLoop(AgentLoop):
         self.environment = environment
 
     @classmethod
-    def build_shared(cls, resources: AgentResources, **options: Any) -> Shared:
+    def build_shared(cls, resources: AgentResources, **options: Any) -> SharedEnvironment:
         name, expected = options.get("environment", ""), options.get("digest")
         loaded = load(name, options.get("arguments") or {})
         if expected is not None and (now := digest(loaded)) != expected:
@@ -84,7 +84,7 @@ class VerifiersLoop(AgentLoop):
                 f"not {expected}): write them anew by `rollstream verifiers`, into another folder for another run"
             )
         limit = resources.max_model_len or resources.engine.capabilities.max_model_len
-        return Shared(loaded, options.get("model", "rollstream"), limit)
+        return SharedEnvironment(loaded, options.get("model", "rollstream"), limit)
 
     async def run(self, sampling: SamplingParams, **row: Any) -> list[Trajectory]:
         """Executes the rollout.

@@ -90,7 +90,7 @@ class StreamingLLMServerClient(LLMServerClient):  # type: ignore[misc]
         if not self.servers:
             raise EngineUnavailableError("none of verl's servers is left")
         server_id, actor = self._balancer.acquire_server(request_id)
-        return server_id, _Server(self, server_id, actor)
+        return server_id, _ServerActor(self, server_id, actor)
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
         self._balancer.release_server(server_id)
@@ -105,7 +105,7 @@ _DEAD_ENGINES = frozenset({"EngineDeadError", "AsyncEngineDeadError"})
 """vLLM's errors, by name, of an engine that ended and whose actor lives on. SGLang's end with their actor."""
 
 
-class _Server:
+class _ServerActor:
     """A server's actor as verl's client asks it.
 
     A generation ends there when who waits for it is cut off: Ray ends a task of an actor when it is told, not
@@ -117,7 +117,7 @@ class _Server:
         self._client, self._id, self._actor = client, server_id, actor
 
     @property
-    def generate(self) -> "_Server":
+    def generate(self) -> "_ServerActor":
         return self
 
     async def remote(self, *args: Any, **kwargs: Any) -> Any:

@@ -112,7 +112,7 @@ def read_dataproto(path: Path | str) -> DataProtoFile:
     with Path(path).open("rb") as file:
         try:
             state = _Unpickler(file).load()
-            if not isinstance(state, _State):
+            if not isinstance(state, _PickledDataProto):
                 raise DataError(f"a pickle of {type(state).__name__}, not of a DataProto")
             tensors, non_tensor_batch, meta_info = state.parts
             if not isinstance(tensors, bytes):
@@ -128,7 +128,7 @@ def read_dataproto(path: Path | str) -> DataProtoFile:
     return DataProtoFile(batch, non_tensor_batch, meta_info)
 
 
-class _State:
+class _PickledDataProto:
     """Stands for `verl.protocol.DataProto` while it is unpickled."""
 
     parts: tuple[Any, dict[str, Any], dict[str, Any]]
@@ -144,7 +144,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("verl.protocol", "DataProto"):
-            return _State
+            return _PickledDataProto
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage
         if "." in name or f"{module}.{name}" not in _ALLOWED:

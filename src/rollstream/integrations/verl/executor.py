@@ -20,14 +20,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
-from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Engine
 from rollstream.engine.checks import check_capabilities
 from rollstream.engine.registry import check_engine_config
 from rollstream.errors import ConfigError
 from rollstream.generation.execution import Execution, Start, join_cluster, start_in_workers
 from rollstream.generation.identity import build_identity
-from rollstream.generation.plan import Plan, manifest_for, take_shard
+from rollstream.generation.plan import GenerationPlan, manifest_for, take_shard
 from rollstream.integrations.verl.compose import compose_verl, loop_names, own_servers, verl_identity
 from rollstream.integrations.verl.recipe import (
     VerlLoops,
@@ -39,6 +38,7 @@ from rollstream.integrations.verl.recipe import (
 from rollstream.integrations.verl.rows import VerlDataset, VerlRows, create_dataset, shows_media
 from rollstream.rollout.setup import RolloutSetup, launch_request
 from rollstream.trajectory import PromptRow
+from rollstream.user_calls import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class VerlExecutor:
                 f"generation.executor=verl: not installed: {', '.join(missing)}: pip install 'rollstream[verl]'"
             )
 
-    async def plan(self, config: DictConfig) -> Plan:
+    async def plan(self, config: DictConfig) -> GenerationPlan:
         """See `ExecutorElsewhere`."""
         settings = to_settings(config)
         rollout = settings.actor_rollout_ref.rollout
@@ -109,13 +109,13 @@ class VerlExecutor:
 
 
 @dataclass(slots=True)
-class VerlPlan(Plan):
+class VerlPlan(GenerationPlan):
     """A run whose rows and loops are verl's."""
 
     def create_engine(self, log_dir: Path) -> Engine:
         if own_servers(self.settings):
             raise ConfigError("servers that verl starts show what they can when a run begins, not before")
-        return Plan.create_engine(self, log_dir)
+        return GenerationPlan.create_engine(self, log_dir)
 
     def prompt_tools(self, row: PromptRow) -> list[dict[str, Any]] | None:
         return None  # verl's loops show their own

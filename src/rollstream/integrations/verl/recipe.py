@@ -19,7 +19,6 @@ from rollstream.agent.interactions import Interactions
 from rollstream.agent.registry import AgentLoops, LoopEntry
 from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.config.settings import Settings
-from rollstream.daemon_threads import in_daemon_thread
 from rollstream.engine.base import Capabilities, Engine
 from rollstream.engine.ray_package import submit
 from rollstream.engine.registry import engine_kind
@@ -35,6 +34,7 @@ from rollstream.rollout.worker import RolloutWorker
 from rollstream.rollout.worker_host import BuiltWorker
 from rollstream.sampling import PENALTIES, SERVER_SAMPLING
 from rollstream.trajectory import Completion, Failure, PromptRow, Rollout, SamplingParams, Trajectory
+from rollstream.user_calls import in_daemon_thread
 
 _HEALTH_S = 10.0
 """For a server's actor to answer; one that is started anew takes some seconds."""

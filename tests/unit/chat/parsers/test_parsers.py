@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.chat.parsers.base import ParsedOutput, Segment, ToolCall
+from rollstream.chat.parsers.base import ParsedOutput, Stretch, ToolCall
 from rollstream.chat.parsers.registry import get_parser
 from tests.unit.chat.parsers.formats import TOOLS
 
@@ -42,14 +42,14 @@ def test_a_turn_in_segments() -> None:
     call = HERMES.replace("{", "\n{", 1)
     parsed = read("hermes", f"<think>\nhm\n</think>\n\nSure.\n{call} and {HERMES}<|im_end|>\n<|endoftext|>")
     assert parsed.segments == (
-        Segment("markup", "<think>"),
-        Segment("thinking", "\nhm\n"),
-        Segment("markup", "</think>"),
-        Segment("content", "\n\nSure.\n"),
-        Segment("call", call),
-        Segment("content", " and "),
-        Segment("call", HERMES),
-        Segment("markup", "<|im_end|>\n<|endoftext|>"),
+        Stretch("markup", "<think>"),
+        Stretch("thinking", "\nhm\n"),
+        Stretch("markup", "</think>"),
+        Stretch("content", "\n\nSure.\n"),
+        Stretch("call", call),
+        Stretch("content", " and "),
+        Stretch("call", HERMES),
+        Stretch("markup", "<|im_end|>\n<|endoftext|>"),
     )
     assert parsed.calls == (ToolCall("f", {"a": 1}, call), ToolCall("f", {"a": 1}, HERMES))
     assert (parsed.content, parsed.reasoning) == ("\n\nSure.\n and ", "\nhm\n")

@@ -11,7 +11,7 @@ import pytest
 from rollstream.errors import ConfigError, EngineError
 from rollstream.gateway import agents
 from rollstream.integrations.verifiers import VerifiersLoop
-from rollstream.integrations.verifiers.loop import Shared
+from rollstream.integrations.verifiers.loop import SharedEnvironment
 from rollstream.integrations.verifiers.outcome import OpenSession, Played
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import SamplingParams
@@ -59,14 +59,14 @@ class Environment:
         return [Played(recorder, 1.0, "max_turns")]
 
 
-async def play(opened: Shared, engine: ScriptedEngine) -> Any:
+async def play(opened: SharedEnvironment, engine: ScriptedEngine) -> Any:
     name = uuid.uuid4().hex
     one = VerifiersLoop(resources(engine), request_id=name, shared=opened, environment="e")
     return await one.run(SamplingParams(8), verifiers={}, raw_prompt=[user("q")])
 
 
-def opened_for(environment: Environment) -> Shared:
-    return Shared(environment, "m", None)  # type: ignore[arg-type]
+def opened_for(environment: Environment) -> SharedEnvironment:
+    return SharedEnvironment(environment, "m", None)  # type: ignore[arg-type]
 
 
 async def test_what_the_environment_makes_of_an_engines_error_is_not_told() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from rollstream import daemon_threads as module
-from rollstream.daemon_threads import CallsRefusedError, UserCalls
+from rollstream import user_calls as module
 from rollstream.errors import TransientError
+from rollstream.user_calls import CallsRefusedError, UserCalls
 from tests.support.until import until
 
 FAR = 60.0
@@ -202,7 +202,7 @@ async def test_closed_calls_nothing() -> None:
 def test_a_hanging_thread_does_not_hold_up_the_exit() -> None:
     code = (
         "import asyncio, time\n"
-        "from rollstream.daemon_threads import UserCalls\n"
+        "from rollstream.user_calls import UserCalls\n"
         "async def main():\n"
         "    print((await UserCalls('x').run(lambda: time.sleep(3600), name='it', seconds=0.01)).timed_out)\n"
         "asyncio.run(main())\n"

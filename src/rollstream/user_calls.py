@@ -38,7 +38,7 @@ milliseconds; async code that computes for a second between two awaits does not 
 
 
 @dataclass(slots=True)
-class Outcome:
+class CallResult:
     """How a call ended: its value, or its error, whatever was raised; or neither, when it took too long."""
 
     value: Any = None
@@ -62,13 +62,13 @@ class DaemonThreads:
         self._alive = 0
         self._idle = 0
 
-    def start(self, function: Callable[[], Any]) -> "asyncio.Future[Outcome]":
+    def start(self, function: Callable[[], Any]) -> "asyncio.Future[CallResult]":
         """Begins a call at once. Its future never has an exception; cancelling that leaves the call running."""
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-        future: asyncio.Future[Outcome] = loop.create_future()
+        future: asyncio.Future[CallResult] = loop.create_future()
 
         def call() -> None:
-            outcome = Outcome()
+            outcome = CallResult()
             try:
                 outcome.value = context.run(function)
             except BaseException as error:  # SystemExit, too: it is a thread's, not the program's
@@ -99,7 +99,7 @@ class DaemonThreads:
 
 
 @dataclass(slots=True)
-class _Function:
+class _Callee:
     """What is known of the calls of one name."""
 
     slots: asyncio.Semaphore
@@ -129,7 +129,7 @@ class UserCalls:
         self._limit = limit
         self._threads = DaemonThreads(f"rollstream-{kind}")
         self._loop_thread = _LoopThread(f"rollstream-{kind}-loop") if own_loop else None
-        self._functions: dict[str, _Function] = {}
+        self._functions: dict[str, _Callee] = {}
         self._closed = False
 
     @property
@@ -144,7 +144,7 @@ class UserCalls:
         name: str,
         seconds: float,
         read: Callable[[Any], Any] | None = None,
-    ) -> Outcome:
+    ) -> CallResult:
         """Calls a function, and awaits what it returns if that can be awaited.
 
         Args:
@@ -162,7 +162,7 @@ class UserCalls:
         """
         function = self._functions.get(name)
         if function is None:
-            function = self._functions[name] = _Function(asyncio.Semaphore(self._limit or THREADS))
+            function = self._functions[name] = _Callee(asyncio.Semaphore(self._limit or THREADS))
         if is_async(call):
             return self._refusal(name, function) or await self._run_async(call, read, function, seconds)
         async with function.slots:
@@ -188,21 +188,21 @@ class UserCalls:
                 if isinstance(lost, asyncio.Task):
                     lost.cancel()
 
-    def _refusal(self, name: str, function: _Function) -> Outcome | None:
+    def _refusal(self, name: str, function: _Callee) -> CallResult | None:
         if self._closed:
             raise TransientError(f"the {self._kind}s are closed")
         if (lost := len(function.lost)) < MAX_LOST:
             return None
         said = f"{name}: {lost} earlier calls still hang; it is not called until some of them end"
-        return Outcome(error=CallsRefusedError(said))
+        return CallResult(error=CallsRefusedError(said))
 
     async def _run_async(
         self,
         call: Callable[[], Awaitable[Any]],
         read: Callable[[Any], Any] | None,
-        function: _Function,
+        function: _Callee,
         seconds: float,
-    ) -> Outcome:
+    ) -> CallResult:
         if self._loop_thread is None:
             task = asyncio.create_task(_await(call, read))
             return await _finish(task, seconds, function, cancel=True)
@@ -215,8 +215,8 @@ class UserCalls:
 
 
 async def _finish(
-    running: "asyncio.Future[Outcome]", seconds: float, function: _Function, *, cancel: bool
-) -> Outcome:
+    running: "asyncio.Future[CallResult]", seconds: float, function: _Callee, *, cancel: bool
+) -> CallResult:
     """Waits for a call. One that is late, or whose caller is cancelled, is cancelled if it can be, or left behind."""
     began = time.monotonic()
     try:
@@ -230,9 +230,9 @@ async def _finish(
                 if not running.done():
                     function.leave(running)
     if timed_out:
-        outcome = Outcome(timed_out=True)
+        outcome = CallResult(timed_out=True)
     else:
-        outcome = Outcome(error=asyncio.CancelledError()) if running.cancelled() else running.result()
+        outcome = CallResult(error=asyncio.CancelledError()) if running.cancelled() else running.result()
     outcome.seconds = time.monotonic() - began
     return outcome
 
@@ -296,12 +296,12 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-async def _await(call: Callable[[], Awaitable[Any]], read: Callable[[Any], Any] | None) -> Outcome:
+async def _await(call: Callable[[], Awaitable[Any]], read: Callable[[Any], Any] | None) -> CallResult:
     try:
         value = await call()
-        return Outcome(read(value) if read else value)
+        return CallResult(read(value) if read else value)
     except BaseException as error:  # SystemExit and KeyboardInterrupt, too: they would end the event loop
-        return Outcome(error=error)
+        return CallResult(error=error)
 
 
 def _call(call: Callable[[], Any], read: Callable[[Any], Any] | None) -> Any:
