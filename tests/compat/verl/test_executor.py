@@ -149,7 +149,7 @@ def test_a_run_is_killed_and_goes_on(tmp_path: Path, url: str, capsys: pytest.Ca
     assert 0 < before < 80
 
     edited = write_sums(tmp_path / "edited.jsonl", 21)
-    with pytest.raises(RunDirectoryError, match=r"number of prompt rows: 20 -> 21"):
+    with pytest.raises(RunDirectoryError, match=r"data.count: 20 -> 21"):
         run_generation(arguments(tmp_path / "run", edited, **settings))
     with pytest.raises(RunDirectoryError, match=r"verl\.overrides"):
         override = '["++actor_rollout_ref.rollout.custom2=1"]'
