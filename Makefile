@@ -42,7 +42,7 @@ test: .venv/.done
 ifdef TEST_ARGS
 	.venv/bin/python -m pytest $(TEST_ARGS)
 else
-	.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/unit/test_docs.py tests/compat tests/faults tests/integration tests/browser tests/conformance tests/unit
+	.venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder tests/docs tests/compat tests/faults tests/integration tests/browser tests/conformance tests/unit
 endif
 test-quick: .venv/.done
 	.venv/bin/python -m pytest tests/unit -m "not slow and not soak" $(TEST_ARGS)
