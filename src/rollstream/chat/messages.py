@@ -14,6 +14,7 @@ The chat API of the gateway and of `rollstream serve`, and prompt rows, are read
 into OpenAI's form first.
 """
 
+import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,7 +61,8 @@ def read_messages(
         messages: OpenAI's; not changed.
         where: their name in errors.
         read_part: reads a part of a content that is no text, such as an image.
-        any_role: roles that OpenAI does not know are taken, too: some chat templates have their own.
+        any_role: roles that OpenAI does not know are taken, too, unless they look mistyped: some chat
+            templates have their own.
 
     Raises:
         MessageError: a message is not whole.
@@ -94,6 +96,8 @@ def _read_message(
     if not isinstance(role, str) or not role or (role not in ROLES and not any_role):
         keys = f"; its keys are {', '.join(map(str, message))}" if role is None else ""
         raise MessageError(f"{where}.role", f"is {role!r}, want one of {', '.join(ROLES)}{keys}")
+    if role not in ROLES and (near := difflib.get_close_matches(role, ROLES, n=1, cutoff=0.85)):
+        raise MessageError(f"{where}.role", f"is {role!r}; did you mean {near[0]!r}?")
     for key in ("name", "tool_call_id"):
         if not isinstance(message.get(key), str | None):
             raise MessageError(f"{where}.{key}", "must be a text")

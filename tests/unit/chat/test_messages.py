@@ -87,3 +87,5 @@ def test_what_is_not_whole_is_named(message: Any, where: str) -> None:
 def test_a_templates_own_role() -> None:
     message = {"role": "narrator", "content": "a"}
     assert read(message, any_role=True) == [message]
+    with pytest.raises(MessageError, match="assistant"):
+        read({"role": "asistant", "content": "x"}, any_role=True)
