@@ -251,7 +251,7 @@ def _survey(
     left_out = _RESERVED & all_names.keys() - {PROMPT_MESSAGES, "reward_model"}
     if left_out:
         logger.warning(
-            "columns with names that a DataProto uses itself are left out: %s", ", ".join(left_out)
+            "columns with names that a DataProto uses itself are left out: %s", ", ".join(sorted(left_out))
         )
     with_scores = unscored == 0 or options.unscored == "drop"
     meta_info: Row = {}
