@@ -201,15 +201,16 @@ async def test_what_is_not_in_flight_can_be_aborted(engine: Engine, prompts: lis
 
 
 async def test_cancelled_requests_leave_room(engine: Engine, prompts: list[list[int]]) -> None:
-    for _ in range(3):
+    for pause_s in (0, 0.05, 0.1):
         tasks = [
             asyncio.create_task(engine.generate(prompts[i % 20], LONG, request_id=str(i))) for i in range(32)
         ]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(pause_s)
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        assert all(task.cancelled() for task in tasks)
+        # After a pause that the machine made longer, an engine has answered some of them, or all.
+        assert all(task.cancelled() or (pause_s and len(task.result().token_ids)) for task in tasks)
     async with asyncio.timeout(PATIENCE_S):
         answers = await answer(engine, [(prompt, GREEDY) for prompt in prompts])
     assert {completion.finish_reason for completion in answers} == {"stop"}
