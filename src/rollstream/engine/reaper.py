@@ -28,7 +28,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 GRACE_S = 5.0
@@ -54,7 +54,10 @@ OVER_LIMIT = 120
 """Exit code for a command that went over a bound."""
 
 _LOOK_S = 0.5
-"""Between two looks at what a bounded command uses."""
+"""Between two looks at what a bounded command uses, at most."""
+
+_SOON_S = 0.02
+"""Between two looks, at least: a program writes to 1 GiB of memory in half a second."""
 
 _MOST_FILES = 100_000
 """In a bounded folder."""
@@ -108,19 +111,18 @@ def main(options: str, command: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: asked.append(number))
     server = _start(command, prctl, bounds)
-    exceeded = _watch(bounds)
-    look_s = _LOOK_S if bounds.memory or bounds.processes or bounds.disk else None
+    watch = _Watch(bounds)
     status: int | None = None
     over = ""
     while status is None and not over:
-        ready, _, _ = select.select([0, woken], [], [], look_s)
+        ready, _, _ = select.select([0, woken], [], [], watch.next_s)
         if woken in ready:
             os.read(woken, 4096)
         status = _reap(server)[0]
         if asked or 0 in ready:
             break
         if status is None:
-            over = exceeded()
+            over = watch.look()
     grace = 0.0 if over else bounds.grace
     _end_all(server, grace=min(grace, _LEFTOVERS_S) if status is not None else grace, ask=status is None)
     if over:
@@ -131,29 +133,39 @@ def main(options: str, command: list[str]) -> None:
     _end_like(status)
 
 
-def _watch(bounds: Bounds) -> Callable[[], str]:
-    """A function that says what everything below this process uses beyond a limit; empty when nothing."""
-    next_walk = 0.0
+class _Watch:
+    """Looks at what everything below this process uses, sooner where memory grows fast."""
 
-    def exceeded() -> str:
-        nonlocal next_walk
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self.next_s: float | None = _SOON_S if bounds.memory or bounds.processes or bounds.disk else None
+        """Until the next look."""
+        self._next_walk = 0.0
+        self._seen = time.monotonic(), 0
+
+    def look(self) -> str:
+        """What is used beyond a limit; empty when nothing."""
+        bounds, self.next_s = self.bounds, self.next_s and _LOOK_S
         pids = below(os.getpid()) if bounds.memory or bounds.processes else []
         if bounds.processes is not None and len(pids) > bounds.processes:
             return f"it has {len(pids)} processes, and may have {bounds.processes}"
-        if bounds.memory is not None and (used := _memory_use(pids)) > bounds.memory:
-            return f"it uses {used >> 20} MiB of memory, and may use {bounds.memory >> 20}"
+        if bounds.memory is not None:
+            if (used := _memory_use(pids)) > bounds.memory:
+                return f"it uses {used >> 20} MiB of memory, and may use {bounds.memory >> 20}"
+            (before, then), self._seen = self._seen, (time.monotonic(), used)
+            if used > then:
+                left_s = (bounds.memory - used) * (self._seen[0] - before) / (used - then)
+                self.next_s = min(_LOOK_S, max(_SOON_S, left_s / 2))
         began = time.monotonic()
-        if bounds.disk is not None and began >= next_walk:
+        if bounds.disk is not None and began >= self._next_walk:
             used, files = _disk_use(bounds.folder)
             # A folder with many files is looked at less often.
-            next_walk = time.monotonic() + max(0.5, 20 * (time.monotonic() - began))
+            self._next_walk = time.monotonic() + max(0.5, 20 * (time.monotonic() - began))
             if used > bounds.disk:
                 return f"its folders have {used >> 20} MiB, and may have {bounds.disk >> 20}"
             if files > _MOST_FILES:
                 return f"its folders have more than {_MOST_FILES} files"
         return ""
-
-    return exceeded
 
 
 def _memory_use(pids: list[int]) -> int:
