@@ -20,7 +20,10 @@ SOURCE = ROOT / "src" / "rollstream"
 FOLDER = ROOT / "docs" / "reference"
 
 MODULES: dict[str, Collection[str]] = {
-    "generation": (),
+    "generation": ("GenerationResult", "run_generation"),
+    "generation.iterate": ("generate",),
+    "engine.base": ("Engine", "Capabilities"),
+    "engine.kind": (),
     "engine.hf": ("HFEngine",),
     "agent.base": ("AgentLoop",),
     "agent.conversation": ("Conversation", "Turn"),
@@ -32,10 +35,14 @@ MODULES: dict[str, Collection[str]] = {
     "buffer.client": (),
     "integrations.slime.generation": ("run_generation",),
     "trajectory": (),
+    "store.export.format": ("ExportCall", "ExportFormat"),
     "testing": (),
 }
 """The modules that a program of a user imports from, and what of them is shown: nothing named stands for ``__all__``,
 or without one for what has no underscore."""
+
+_SHOWN = {"generation.iterate": "rollstream"}
+"""Modules that are imported from by another name."""
 
 _GENERATED = "<!-- Written by `python -m tools.reference`. -->\n\n"
 
@@ -116,7 +123,7 @@ def python() -> str:
     """What each public module has: signatures and docstrings."""
     text = f"# Python\n\n{_GENERATED}What programs import. Other names may change without notice.\n"
     for module, chosen in MODULES.items():
-        text += f"\n## rollstream.{module}\n"
+        text += f"\n## {_SHOWN.get(module, f'rollstream.{module}')}\n"
         home = SOURCE / module.replace(".", "/")
         for name, node in _definitions(home):
             if chosen and name not in chosen:
@@ -186,6 +193,10 @@ def _signature(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> s
         for one in node.body:
             if isinstance(one, ast.AnnAssign) and not ast.unparse(one.target).startswith("_"):
                 lines.append(f"    {ast.unparse(one)}")
+            elif isinstance(one, ast.Expr) and one != node.body[0]:  # the docstring of the field before it
+                lines += [
+                    f"        # {line}" for line in inspect.cleandoc(ast.literal_eval(one.value)).splitlines()
+                ]
             elif isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) and (
                 one.name == "__init__" or not one.name.startswith("_")
             ):

@@ -3,6 +3,7 @@
 from typing import Any
 
 from rollstream.engine.base import Capabilities
+from rollstream.engine.checks import check_request
 from rollstream.engine.kind import EngineKind
 from rollstream.store.export.files import read_rows, replacing
 from rollstream.store.export.format import ExportCall, ExportFormat
@@ -10,7 +11,7 @@ from rollstream.trajectory import Completion, SamplingParams
 
 
 class Echo:
-    """Answers a prompt with its own last tokens."""
+    """Answers a prompt with its own tokens, at once: there is never a request in flight to abort."""
 
     capabilities = Capabilities(
         token_ids=True,
@@ -28,8 +29,15 @@ class Echo:
     async def generate(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str, images: Any = None
     ) -> Completion:
-        ids = prompt_ids[-min(4, sampling.max_tokens) :]
-        return Completion(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop")
+        check_request(prompt_ids, sampling, self.capabilities, images=images)
+        stops = [at + 1 for at, token in enumerate(prompt_ids) if token in sampling.stop_token_ids]
+        end = stops[0] if stops else len(prompt_ids)
+        ids = prompt_ids[: min(end, sampling.max_tokens)]
+        return Completion(
+            token_ids=ids,
+            logprobs=[0.0] * len(ids) if sampling.logprobs else None,
+            finish_reason="stop" if len(ids) == end else "length",
+        )
 
     async def abort(self, request_id: str) -> None: ...
 

@@ -3,7 +3,7 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -20,7 +20,7 @@ from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirect
 from rollstream.evaluate import command as evaluation
 from rollstream.evaluate import score as scoring
 from rollstream.stderr_log import at_work
-from rollstream.store.export.format import export_format
+from rollstream.store.export.format import ExportFormat
 from rollstream.untrusted import printable
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="rollstream", description="Prompts in, durable, training-ready LLM trajectories out."
     )
     parser.add_argument("--version", action="version", version=f"rollstream {rollstream.__version__}")
-    group = "rollstream.commands"
-    found: dict[str, Command] = {name: plugins.load(group, name) for name in plugins.names(group)}
+    found: Mapping[str, Command] = plugins.load_all("rollstream.commands")
     add_commands(parser, dict(sorted({**_RUN_COMMANDS, **found}.items())))
     return parser
 
@@ -99,8 +98,8 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path)
-    names = plugins.names("rollstream.exports")
-    parser.add_argument("--format", choices=names, default="parquet")
+    formats: Mapping[str, ExportFormat] = plugins.load_all("rollstream.exports")
+    parser.add_argument("--format", choices=formats, default="parquet")
     parser.add_argument(
         "--output",
         type=Path,
@@ -115,8 +114,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     )
     _add_scores(parser)
     buffer.add_selection(parser)
-    for name in names:
-        found = export_format(name)
+    for name, found in formats.items():
         group = parser.add_argument_group(name, found.text)
         for flag, argument in found.flags.items():
             group.add_argument(flag, default=argparse.SUPPRESS, **argument)
@@ -236,8 +234,9 @@ def _export(options: argparse.Namespace) -> int:
 
     log_to_stderr(times=False)
     chosen: dict[str, Any] = {}
-    for name in plugins.names("rollstream.exports"):
-        flags = {flag: flag.lstrip("-").replace("-", "_") for flag in export_format(name).flags}
+    formats: Mapping[str, ExportFormat] = plugins.load_all("rollstream.exports")
+    for name, found in formats.items():
+        flags = {flag: flag.lstrip("-").replace("-", "_") for flag in found.flags}
         given = {flag: key for flag, key in flags.items() if hasattr(options, key)}
         if given and options.format != name:
             raise ConfigError(f"{', '.join(given)}: for --format {name}, not {options.format}")

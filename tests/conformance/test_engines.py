@@ -233,7 +233,9 @@ async def test_bad_prompts_are_refused_alone(engine: Engine, prompts: list[list[
 async def test_its_end(name: str, tmp_path: Path, reference: Reference) -> None:
     async with started(name, tmp_path, reference) as other:
         task = asyncio.create_task(other.generate([1, 5], LONG, request_id="a"))
-        await asyncio.sleep(0)  # an answer cannot be read before the engine closes, however slow the machine is
+        await asyncio.sleep(
+            0
+        )  # an answer cannot be read before the engine closes, however slow the machine is
         await other.close()
         with pytest.raises(EngineUnavailableError):
             await asyncio.wait_for(task, PATIENCE_S)

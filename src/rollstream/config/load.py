@@ -350,7 +350,7 @@ def _setting_type(key: str) -> Any:
 
 @cache
 def _foreign_keys() -> list[ForeignKeys]:
-    return [plugins.load("rollstream.keys", name) for name in plugins.names("rollstream.keys")]
+    return list(plugins.load_all("rollstream.keys").values())
 
 
 def _is_known(key: str) -> bool:

@@ -11,6 +11,7 @@ from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.launch.plan import LaunchRequest
 from rollstream.engine.replica import Replica
 from rollstream.errors import ConfigError
+from rollstream.user_code import source_digest
 
 
 def engine_kind(name: str) -> EngineKind:
@@ -83,7 +84,8 @@ def replica_maker(
 def data_deciding_kwargs(name: str, engine_kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The settings of an engine that decide which tokens or log-probs it gives, with their defaults.
 
-    They belong to a run's identity; the others (threads, batch sizes, timeouts) may change on resume.
+    They belong to a run's identity; the others (threads, batch sizes, timeouts) may change on resume. To an engine of
+    another package belongs its source.
 
     Raises:
         ConfigError: unknown engine or engine_kwargs key, or a value of a wrong type.
@@ -91,4 +93,8 @@ def data_deciding_kwargs(name: str, engine_kwargs: Mapping[str, Any] | None = No
     kind = engine_kind(name)
     values = kind.read_kwargs(engine_kwargs or {})
     deciding = {key: values[key] for key in kind.data_deciding}
-    return deciding if kind.is_token_exact else {"token_exact": False, **deciding}
+    if not kind.is_token_exact:
+        deciding["token_exact"] = False
+    if kind.create.__module__.partition(".")[0] != "rollstream":
+        deciding["source"] = source_digest(kind.create)
+    return deciding

@@ -129,7 +129,7 @@ class RunSink:
         self._ids[at] = _number(id)
 
     def place(self, id: str, asked: CreateSession) -> Place:
-        """See `Sink`. With a dataset, a session that names no row takes the next rollout that is owed."""
+        """See `SessionSink`. With a dataset, a session that names no row takes the next rollout that is owed."""
         if self._dataset is not None and asked.row is None and asked.instance_id is None:
             key = next((key for key in self._owed if key not in self._taken), None)
             if key is None:
@@ -158,18 +158,18 @@ class RunSink:
         raise HTTPError(409, text, "all_done")
 
     def free(self, place: Place) -> None:
-        """See `Sink`."""
+        """See `SessionSink`."""
         self._taken.discard(RolloutKey(place.row.index, place.repeat))
 
     async def write(self, id: str, place: Place, result: Rollout | Failure) -> None:
-        """See `Sink`."""
+        """See `SessionSink`."""
         await self.writer.commit(result)
         if isinstance(result, Rollout):
             self._note(result.index, result.repeat, id)
         self.free(place)
 
     async def find(self, id: str) -> Ended | None:
-        """See `Sink`. The rollout itself says what the session was finished with."""
+        """See `SessionSink`. The rollout itself says what the session was finished with."""
         for at in np.flatnonzero(self._ids == _number(id)).tolist():
             index, repeat = divmod(at, self._n)
             rollout = await asyncio.to_thread(Run.open(self._run.paths.root).find, index, repeat)
@@ -218,7 +218,7 @@ class BufferSink:
         self._client, self._rows, self._task_type = client, rows, task_type
 
     def place(self, id: str, asked: CreateSession) -> Place:
-        """See `Sink`. Seeds, where the run has one, are made of the session's id."""
+        """See `SessionSink`. Seeds, where the run has one, are made of the session's id."""
         row, dataset = self._rows.read(asked), self._rows.dataset
         names = [row.columns.get("instance_id"), asked.instance_id, row.prompt_key]
         if dataset is None and asked.instance_id is not None:
@@ -228,10 +228,10 @@ class BufferSink:
         return Place(row, repeat, instance_id)
 
     def free(self, place: Place) -> None:
-        """See `Sink`."""
+        """See `SessionSink`."""
 
     async def write(self, id: str, place: Place, result: Rollout | Failure) -> None:
-        """See `Sink`. One that failed leaves the id to the session that is begun again."""
+        """See `SessionSink`. One that failed leaves the id to the session that is begun again."""
         uid, row = f"session:{id}", place.row
         info: dict[str, Any] = {}
         if isinstance(result, Rollout):
@@ -251,7 +251,7 @@ class BufferSink:
             raise EncodingError(f"the buffer does not take it: {error}") from error
 
     async def find(self, id: str) -> Ended | None:
-        """See `Sink`. The buffer says that it has it, or had it, and no more."""
+        """See `SessionSink`. The buffer says that it has it, or had it, and no more."""
         try:
             (known,) = await self._client.known([f"session:{id}"])
         except BufferClientError as error:
