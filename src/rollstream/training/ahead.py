@@ -580,15 +580,9 @@ class BatchesAhead(GenerationThread):
 
     def _push(self, source: str, version: int, timeout: float) -> None:
         """Has `_send` done in the engine's event loop."""
-        sending = self.submit(self._send(source, version, timeout))
         try:
-            sending.result(timeout + _CAUSE_S)
-        except Exception as error:
-            self.raise_if_over()  # a loop that ends cuts off what was submitted: its error is the cause
-            error.add_note(self._describe())
-            if sending.done():
-                raise
-            sending.cancel()  # the event loop is blocked
+            self.run(lambda: self._send(source, version, timeout), timeout + _CAUSE_S)
+        except BatchTimeoutError as error:  # the event loop is blocked
             raise _late(version, timeout) from error
 
     def _check_version(self, version: int) -> None:

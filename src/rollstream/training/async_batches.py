@@ -12,7 +12,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -199,27 +198,8 @@ class AsyncBatchGenerator(GenerationThread):
         return len(self._batches) < self.num_steps_async
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None) -> T:
-        """Runs something else in the thread's event loop, as a weight update; returns what it returns.
-
-        Raises:
-            BatchTimeoutError: it took longer than `timeout` seconds (None: `async_generation_timeout`) and
-                was cancelled.
-            GenerationFailedError, GenerationStoppedError: generation ended meanwhile.
-            Exception: its own.
-        """
-        timeout = self.async_generation_timeout if timeout is None else timeout
-        self.raise_if_over()
-        future = self.submit(work())
-        try:
-            return future.result(timeout)
-        except CancelledError:  # an event loop that ends cancels what runs in it
-            self.raise_if_over()
-            raise
-        except TimeoutError:
-            if future.done():
-                raise
-            future.cancel()
-            raise BatchTimeoutError(f"not done within {timeout:g} s; {self._describe()}") from None
+        """See `GenerationThread.run`; `timeout`: None is `async_generation_timeout`."""
+        return super().run(work, self.async_generation_timeout if timeout is None else timeout)
 
     def _enqueue(self, batch: _AheadBatch) -> None:
         if not batch.queued:

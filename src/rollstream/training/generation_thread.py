@@ -1,6 +1,7 @@
 """The generation thread: an event loop of its own for whatever generates, until it is stopped or fails.
 
-When it ends, everyone who waits hears why. `BatchesAhead` and `AsyncBatchGenerator` are such threads.
+When it ends, everyone who waits hears why. `BatchesAhead`, `AsyncBatchGenerator` and verl's
+`SequenceGenerator` are such threads.
 """
 
 import asyncio
@@ -13,12 +14,17 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Self, TypeVar
 
-from rollstream.errors import GenerationFailedError, GenerationStoppedError, TrainingError
+from rollstream.errors import (
+    BatchTimeoutError,
+    GenerationFailedError,
+    GenerationStoppedError,
+    TrainingError,
+)
 from rollstream.rollout.retry import RetryPolicy, find_unavailable, is_transient
 from rollstream.training.timing import mean
 from rollstream.user_calls import BLOCKED_AFTER
@@ -125,8 +131,9 @@ class GenerationThread(ABC):
 
     # --- in other threads
 
-    @abstractmethod
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Starts the thread, once; returns when it is ready."""
+        self._start_thread()
 
     def stop(self, timeout: float = STOP_S) -> bool:
         """Ends generation: what is in flight is cut off, whoever waits is told. Idempotent.
@@ -166,6 +173,38 @@ class GenerationThread(ABC):
         except RuntimeError as error:  # the loop may have been closed a moment ago
             coroutine.close()
             raise GenerationStoppedError("the generation thread does not run") from error
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]], timeout: float | None = None) -> T:
+        """Runs something else in the event loop, as a weight update; returns what it returns.
+
+        Raises:
+            BatchTimeoutError: it took longer than `timeout` seconds, and is cut off.
+            GenerationFailedError, GenerationStoppedError: generation has ended meanwhile.
+            Exception: its own.
+        """
+        with self.cause_first():
+            future = self.submit(work())
+            try:
+                return future.result(timeout)
+            except TimeoutError:
+                if future.done():
+                    raise
+                raise BatchTimeoutError(f"not done within {timeout:g} s; {self._describe()}") from None
+            finally:
+                future.cancel()
+
+    @contextmanager
+    def cause_first(self) -> Iterator[None]:
+        """Whatever goes wrong in it after generation has ended is raised as that end, with its cause.
+
+        A loop that ends cancels what others have submitted, and is closed: their errors say no more than that.
+        """
+        self.raise_if_over()
+        try:
+            yield
+        except Exception:  # `concurrent.futures.CancelledError` is one
+            self.raise_if_over()
+            raise
 
     @property
     def alive(self) -> bool:

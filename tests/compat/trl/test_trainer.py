@@ -297,9 +297,26 @@ def test_a_rollout_that_hangs_does_not_end_the_training(
 
 def test_a_reward_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = environment(tmp_path)
+    calls, begun = tmp_path / "calls", list[Any]()
+    calls.touch()
     (tmp_path / "reward.py").write_text(
-        "import asyncio\nasync def compute_score(**_):\n    await asyncio.Event().wait()\n"
+        "import asyncio\nasync def compute_score(**_):\n"
+        f"    with open({str(calls)!r}, 'a') as file:\n        file.write('x')\n"
+        "    await asyncio.Event().wait()\n"
     )
+
+    async def within(running: Any, seconds: float, availability: Any) -> Any:
+        """Its time ends when all that were begun hang in their rewards, however slow the machine is."""
+        begun.append(task := asyncio.ensure_future(running))
+        try:
+            while len(calls.read_bytes()) < len(begun):
+                await asyncio.sleep(0.01)
+            raise TimeoutError
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    monkeypatch.setattr(groups, "within", within)
     monkeypatch.setattr(groups, "_ROLLOUT_SHARE", 1 / 300)
     made = trainer(tmp_path, rows(ROWS), env=env, max_failed_groups=0)
     with pytest.raises(

@@ -3,13 +3,13 @@
     settings --start--> engine, RolloutWorker
     generate(group), run_rows(rows) --> a place --> within its time --> Rollout, or a stand-in for one that failed
 
-All of it runs in the event loop of `BatchesAhead`; `run_rows_from` and `cause_first` are for other threads.
+All of it runs in the event loop of `BatchesAhead`.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,6 @@ from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit,
 from rollstream.rollout.worker import make_failure
 from rollstream.rollout.worker_host import BuiltWorker
 from rollstream.scratch import ScratchFolder
-from rollstream.training.ahead import BatchesAhead
 from rollstream.training.plan import PlannedGroup
 from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory
 from rollstream.user_calls import in_daemon_thread
@@ -302,39 +301,3 @@ def _check_tokenizer(trainers: Any, setup: RolloutSetup) -> None:
 def unwrap_engine(engine: Engine | None) -> Any:
     """The engine inside of the one that outlives weight updates."""
     return engine.engine if isinstance(engine, ContinuingEngine) else engine
-
-
-# --- from other threads than the environment's
-
-
-@contextlib.contextmanager
-def cause_first(batches: BatchesAhead) -> Iterator[None]:
-    """Whatever goes wrong in it after generation has ended is raised as that end, with its cause.
-
-    A loop that ends cancels what others have submitted, and is closed: their errors say no more than that.
-    """
-    batches.raise_if_over()
-    try:
-        yield
-    except Exception:  # `concurrent.futures.CancelledError` is one
-        batches.raise_if_over()
-        raise
-
-
-def run_rows_from(
-    groups: EnvironmentGroups, batches: BatchesAhead, rows: Sequence[PromptRow], timeout: float
-) -> list[Rollout]:
-    """`EnvironmentGroups.run_rows`, from another thread.
-
-    Raises:
-        TrainingError: its own, it took longer than `timeout` seconds, or generation has ended, with the cause.
-    """
-    with cause_first(batches):
-        running = batches.submit(groups.run_rows(rows))
-        try:
-            return running.result(timeout)
-        except TimeoutError:
-            if running.done():
-                raise
-            running.cancel()
-            raise TrainingError(f"{len(rows)} rollouts took longer than {timeout:g} s") from None

@@ -35,7 +35,7 @@ from rollstream.integrations.trl.environment import (
     read_row,
 )
 from rollstream.integrations.trl.group_log import GroupLog, group_records
-from rollstream.integrations.trl.groups import EnvironmentGroups, run_rows_from, settled, stand_in
+from rollstream.integrations.trl.groups import EnvironmentGroups, settled, stand_in
 from rollstream.integrations.trl.plan import (
     SamplerReplay,
     check_prompts,
@@ -346,7 +346,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             groups, batches = self._evaluated_by or (self._groups, self._batches)
             assert groups is not None and batches is not None
             indexed = [replace(row, index=next(self._evaluation_indices)) for row in every]
-            rollouts = run_rows_from(groups, batches, indexed, _EVALUATION_S)
+            rollouts = batches.run(lambda: groups.run_rows(indexed), _EVALUATION_S)
             self._judged.append(samples_of(map(settled, rollouts)))
             rollouts += [
                 stand_in(row, make_failure(0, 0, row.prompt_key, 0, "agent", _FILLS)) for row in filling

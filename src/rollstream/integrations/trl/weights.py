@@ -14,7 +14,7 @@ from typing import Any
 
 from rollstream.engine.weight_probe import own_logprobs, write_probe
 from rollstream.errors import ConfigError, WeightUpdateError
-from rollstream.integrations.trl.groups import EnvironmentGroups, cause_first, unwrap_engine
+from rollstream.integrations.trl.groups import EnvironmentGroups, unwrap_engine
 from rollstream.scratch import ScratchFolder
 from rollstream.training.ahead import BatchesAhead
 
@@ -124,7 +124,7 @@ class SharedWeights:
                 halted.set_result(lambda: loop.call_soon_threadsafe(release.set))
                 await release.wait()
 
-        with cause_first(self._batches):
+        with self._batches.cause_first():
             holding = self._batches.submit(hold_still())
             both: list[concurrent.futures.Future[Any]] = [halted, holding]
             concurrent.futures.wait(both, self._timeout, concurrent.futures.FIRST_COMPLETED)
@@ -150,7 +150,7 @@ class SharedWeights:
         if (holding := self._holding) is None:
             return
         self.let_go()
-        with cause_first(self._batches):
+        with self._batches.cause_first():
             try:
                 holding.result(self._timeout)
             except Exception as error:  # too late, cut off, or its own

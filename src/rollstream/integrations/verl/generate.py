@@ -5,33 +5,30 @@ without Ray and without files. Needs verl.
 """
 
 import asyncio
-import threading
 import uuid
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from statistics import fmean
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from verl import DataProto
 
 from rollstream.config.load import to_settings
-from rollstream.errors import DataError, GenerationStoppedError, GroupFailedError
+from rollstream.errors import DataError, GroupFailedError
 from rollstream.integrations.configured_groups import Layers, build_worker, resolve_config
 from rollstream.integrations.verl.loop import to_row
 from rollstream.rollout.setup import build_setup, in_flight_limit, load_agents
 from rollstream.scratch import ScratchFolder
 from rollstream.training.collate import as_array, pad
+from rollstream.training.generation_thread import GenerationThread
 from rollstream.trajectory import Failure, PromptRow, Rollout
-
-T = TypeVar("T")
 
 _GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
 
 
-class SequenceGenerator:
+class SequenceGenerator(GenerationThread):
     """Agent loop, tools, reward and engine by configuration keys, for batches as verl's trainers make them.
 
         with SequenceGenerator(["actor_rollout_ref.model.path=…", "actor_rollout_ref.rollout.name=hf"]) as rollouts:
@@ -51,18 +48,14 @@ class SequenceGenerator:
     """
 
     def __init__(self, overrides: Sequence[str] = (), *, config: Layers = ()) -> None:
+        super().__init__()
         self._settings = to_settings(resolve_config(overrides, config))
-        self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._under_way: set[Future[Any]] = set()
-        threading.Thread(target=self._loop.run_forever, name="rollstream-rollouts", daemon=True).start()
         self._slots = asyncio.Semaphore(in_flight_limit(self._settings))
         self._opened = AsyncExitStack()
         try:
-            self._wait(self._start())
+            self._start_thread()
         except BaseException:
-            self.close()
+            self.stop()
             raise
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -94,48 +87,18 @@ class SequenceGenerator:
         for at in range(len(prompts)):
             sample = {name: values[at] for name, values in columns.items() if name != "__do_sample__"}
             rows.append(to_row(sample, at, None if sampled[at] else _GREEDY))
-        rollouts = self._wait(self._generate(rows, repeat=step))
+        rollouts = self.run(lambda: self._generate(rows, repeat=step))
         return self._to_dataproto(prompts, rollouts)
 
     def update_weights(self, source: str, version: int) -> None:
         """Loads the weights in a folder; tokens carry `version` from then on. See `Engine.update_weights`."""
-        self._wait(self._update_weights(source, version))
+        self.run(lambda: self._engine.update_weights(source, version))
 
     def close(self) -> None:
         """Ends batches that are under way, engine, tools and thread. May be called twice."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-            for future in self._under_way:
-                future.cancel()
-            closing = asyncio.run_coroutine_threadsafe(self._opened.aclose(), self._loop)
-        try:
-            closing.result()
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        self.stop()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        with self._lock:
-            if self._is_closed:
-                work.close()
-                raise GenerationStoppedError("this SequenceGenerator is closed")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-            self._under_way = {other for other in self._under_way if not other.done()} | {future}
-        try:
-            return future.result()
-        except CancelledError as error:
-            raise GenerationStoppedError("the SequenceGenerator was closed meanwhile") from error
-        finally:
-            future.cancel()  # where Ctrl-C ends the wait: nothing of it goes on
-
-    async def _start(self) -> None:
+    async def _open(self) -> None:
         logs = ScratchFolder("engine")
         self._opened.callback(logs.cleanup)
         self._setup = await build_setup(self._settings, await load_agents(self._settings))
@@ -145,8 +108,11 @@ class SequenceGenerator:
         await self._engine.start()
         self._worker = build_worker(self._setup, self._engine, ()).worker
 
-    async def _update_weights(self, source: str, version: int) -> None:
-        await self._engine.update_weights(source, version)
+    async def _close(self) -> None:
+        await self._opened.aclose()
+
+    async def _work(self) -> None:
+        await asyncio.Event().wait()
 
     async def _generate(self, rows: Sequence[PromptRow], *, repeat: int) -> list[Rollout]:
         batch = uuid.uuid4().hex  # several may be under way, of one step

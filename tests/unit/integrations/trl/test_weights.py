@@ -12,7 +12,6 @@ import pytest
 
 from rollstream.engine.openvino_weights import read_safetensors
 from rollstream.errors import ConfigError, GenerationFailedError, WeightUpdateError
-from rollstream.integrations.trl.groups import run_rows_from
 from rollstream.integrations.trl.weights import FolderWeights, SharedWeights, lend
 from rollstream.training import BatchesAhead, CallableGenerator, ShuffledPlan
 
@@ -177,5 +176,5 @@ def test_an_end_of_generation_is_raised_with_its_cause(during: str, running: Any
         shared.hold(2) if during == "before" else shared.release()
     assert isinstance(failure.value.__cause__, ValueError)
     with pytest.raises(GenerationFailedError, match="the tool shop is closed"):
-        run_rows_from(groups, batches, [], 10.0)
+        batches.run(groups.start, 10.0)
     shared.let_go()
