@@ -1,7 +1,7 @@
 """Our HTTP layer: a table of routes over aiohttp's low-level server, with the checks that every server needs.
 
-    connection ──> one too many? ──> head ──> route, Host, Origin, token ──> body ──> handler ──> answer
-                   idle one closed   bounded  404 405 403 401 415            413 408 503      503, cut off if unread
+    connection ──> one too many? ──> head ──> Host, token, Origin, encoding, route ──> body ──> handler ──> answer
+                   idle one closed   bounded  400 403  401    403     415    404 405   413 408 503   503, cut if unread
 
 A request is refused before its body is read wherever that is possible. Bodies share a budget of bytes, and large
 answers another one (`_Budget`). One task checks all connections now and then and cuts off those whose client does
@@ -146,11 +146,11 @@ class ServerLimits:
     still_seconds: float = 1.0
     """A body or an answer that has not moved for longer gives way where there is no room."""
     body_idle_seconds: float = 60.0
-    """Without one more byte of a body."""
+    """Seconds without one more byte of a body."""
     answer_idle_seconds: float = 60.0
-    """Without the client taking one more byte of its answer."""
+    """Seconds without the client taking one more byte of its answer."""
     keep_alive_seconds: float = 75.0
-    """For an idle connection, and for a head to be complete."""
+    """Seconds for an idle connection, and for a head to be complete."""
     max_head_field: int = 8190
     """Bytes of the request line, and of one header."""
     max_headers: int = 64
@@ -273,7 +273,7 @@ class Request:
 
     @property
     def replaced_surrogates_in_all(self) -> int:
-        """In the bodies of all requests to this server, for its metrics."""
+        """Lone surrogates replaced in all bodies so far."""
         return self._server.replaced_surrogates
 
     def arguments(self, kind: type[T]) -> T:
@@ -434,7 +434,7 @@ class _Budget:
 
 
 def weights_below(folders: Iterable[Path], named: str) -> Path:
-    """The folder that a client names for an engine's weights, without links.
+    """The folder that a client names for an engine's weights, with links resolved.
 
     Raises:
         HTTPError: 403 it is not below one of `folders`; 400 it is not there.
@@ -688,10 +688,7 @@ class _ClientConnection(web.RequestHandler):
         others: "set[_ClientConnection]",
         most: int,
     ) -> None:
-        """Args:
-        others: open connections of the same socket.
-        most: how many these may be; one more is cut off.
-        """
+        """`others`: open connections of the same socket, of which there may be `most`; one more is cut off."""
         limits = server.limits
         super().__init__(
             manager,
@@ -780,7 +777,7 @@ class _Gate:
         self._names = {"localhost", host.lower(), *map(str.lower, access.allowed_hosts), *own} - {""}
 
     def check(self, request: Request, route: Route | None) -> None:
-        """Who sent it, for whom, from where, and may they. Raises `HTTPError`."""
+        """Checks token, Host, Origin and encoding. Raises `HTTPError`."""
         headers, token = request.headers, self._access.token
         if shown := _shown_token(headers.get(hdrs.AUTHORIZATION, "")):
             request.shown_token = token is not None and hmac.compare_digest(_bytes(shown), _bytes(token))

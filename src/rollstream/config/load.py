@@ -3,9 +3,9 @@
 The defaults are `generation.yaml`; configuration files lie over it in their order, and overrides in Hydra's
 grammar (`a.b=1`, `+a.b=1`, `~a.b`, lists, dicts, quotes) over those. A file that has `defaults:` or `hydra:`
 is composed by Hydra first. The `config.yaml` of a run directory means that folder. A key that
-`generation.yaml` does not have is an error with the nearest known name, except below the free-form keys and for
-keys of other systems that change no data (entry points of `rollstream.keys`: verl). Null means "not set" where
-a setting cannot be null. All problems are said at once.
+`generation.yaml` does not have is an error with the nearest known name, except below the free-form keys,
+for keys that come with a config group, and for keys of other systems that change no data (entry points of
+`rollstream.keys`: verl). Null means "not set" where a setting cannot be null. All problems are said at once.
 
 For a setting that is a text (a path, a name) the text behind `=` is taken as it is where Hydra's grammar
 cannot read it (`~/x.jsonl`, letters beyond ASCII, brackets) or reads a number or a truth value in it.
@@ -79,7 +79,14 @@ class ForeignKeys(Protocol):
         problems: list[str],
         notes: MutableMapping[str, list[str]],
     ) -> None:
-        """Takes its keys out of a layer, or puts rollstream's in their place. Arguments as of `_known_part`."""
+        """Takes its keys out of a layer, or puts rollstream's in their place.
+
+        Args:
+            values: the layer by dotted key; changed in place.
+            written: keys that the layer's author wrote; the others come from config groups.
+            problems: gets what is wrong, or would change the data and cannot be done.
+            notes: gets the keys that can be left out, by the reason why.
+        """
 
 
 _COMPOSING = threading.Lock()
@@ -138,7 +145,8 @@ def choose_engine(model: str | None) -> str:
     """The engine for `rollout.name=auto`: one that can load the model, by what is installed here.
 
     It is openvino for a folder that was exported for it, and where nothing is known of the model. Otherwise it
-    is a server, where one is installed and there is the tool of a GPU's vendor, and else hf.
+    is a server, where one is installed and there is the tool of a GPU's vendor; else hf, where torch and
+    transformers are installed; else openvino.
     """
 
     def has(*packages: str) -> bool:
@@ -288,7 +296,10 @@ def is_set(
     key: str,
     other: Any,
 ) -> bool:
-    """Whether a key of `generation` is set, if to its default: then another default changes nothing."""
+    """Whether a key of `generation` was given a value, be it the default.
+
+    It was, if composing with another default changes nothing.
+    """
     changed = compose(overrides, layers=[{"generation": {key: other}}, *layers])
     return bool(config.generation[key] == changed.generation[key])
 

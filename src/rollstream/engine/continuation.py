@@ -42,7 +42,7 @@ from rollstream.trajectory import Completion, FinishReason, SamplingParams
 _LOG = logging.getLogger(__name__)
 
 OnUpdate = Literal["continue", "restart", "abort"]
-"""What becomes of a generation that is cut off."""
+"""Says what becomes of a generation that is cut off."""
 
 _DRAIN_S = 60.0
 """For what is in the engine to end after an abort: a step of the model, or a round trip; more when the CPU is
@@ -60,7 +60,7 @@ _NO_PROGRESS_MAX = 64
 
 
 class PartialCompletion:
-    """What a request has so far, and what is still to be asked for.
+    """The tokens that a request has so far, and the next piece to ask for.
 
     Args:
         prompt_ids: of the request; not changed.
@@ -138,7 +138,7 @@ class PartialCompletion:
         return self.result(piece.finish_reason)
 
     def result(self, finish_reason: FinishReason) -> Completion:
-        """What there is, as a completion."""
+        """The tokens so far as a completion."""
         versions = self._whole.policy_versions or [(0, 0)]
         return replace(self._whole, finish_reason=finish_reason, policy_versions=versions)
 
@@ -171,8 +171,8 @@ class ContinuingEngine:
     is up to `on_update`:
 
     - `continue`: they stay, each with its log-prob and version; the request goes on after them. Requests that
-      cannot be continued (`SamplingParams.can_be_continued`) begin anew. So do those with a seed, unless it was
-      for new weights: the same seed and weights must give the same tokens.
+      cannot be continued (`SamplingParams.can_be_continued`) begin anew. So do those with a seed, unless the cut
+      was made to load new weights: the same seed and weights must give the same tokens.
     - `restart`: they are dropped and the request begins anew.
     - `abort`: the caller gets them, with finish reason `abort`. Without any, the request begins anew.
 
@@ -281,7 +281,7 @@ class ContinuingEngine:
             await self.engine.abort(request_id)
 
     async def pause(self) -> None:
-        """Aborts what is in the engine, as its caller would, and holds back what comes until `resume`.
+        """Aborts what is in the engine, as the caller of each request would, and holds back what comes until `resume`.
 
         Returns when the engine is empty, or the pause has ended. Weights can be updated meanwhile.
         """
@@ -299,9 +299,10 @@ class ContinuingEngine:
     async def update_weights(self, source: str, version: int) -> None:
         """Loads other weights; one update at a time, in the order of the calls.
 
-        Requests that arrive meanwhile wait. Cancelling this while the engine loads is left to the engine.
+        Requests that arrive meanwhile wait. What a cancellation does while the engine loads depends on the engine.
 
         Raises:
+            WeightsLostError: the engine has loaded something else, or does not say what.
             EngineError: the engine's, or it does not let go of its requests. The old weights stand then, and
                 what was cut off goes on with them.
         """
@@ -326,11 +327,11 @@ class ContinuingEngine:
             return await self.engine.score(ids, start)
 
     async def load(self) -> EngineLoad | None:
-        """The engine's, if it says it."""
+        """The engine's load, if it says it."""
         return await self.engine.load() if isinstance(self.engine, ReportsLoad) else None
 
     def replica_counts(self) -> tuple[int, int] | None:
-        """The engine's, if it has replicas."""
+        """The engine's replicas that take requests, and all, if it has any."""
         return self.engine.replica_counts() if isinstance(self.engine, HasReplicas) else None
 
     async def health(self) -> bool:

@@ -81,17 +81,17 @@ class _PoolRequest:
 
 
 class Router:
-    """Chooses replicas: the one of the request's session, else the one likely to answer first.
+    """Chooses replicas: the one of the request's session while it is not much busier, else the shortest queue.
 
-    That is the one with the shortest queue: requests in flight by the time that a token takes there. So among
-    replicas that are alike it is the one with the least in flight, and one that is slow gets less.
+    A queue's length is requests in flight times seconds per token. So of replicas that are alike the one with
+    the least in flight is chosen, and one that is slow gets less.
     """
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
     def pick(self, candidates: Sequence[Member], session: str) -> Member:
-        """One of the candidates, of which there is at least one. Counts nothing."""
+        """Picks one of the candidates (at least one) and remembers it for the session."""
         if len(candidates) == 1:
             return candidates[0]
         paces = [member.pace for member in candidates if member.pace]
@@ -117,7 +117,7 @@ class Router:
 class PoolEngine:
     """Drives one or several replicas as one engine.
 
-    There is no limit on time or on connections here: the caller bounds both.
+    Time and connections of requests to healthy replicas are the caller's to bound.
 
     Args:
         max_model_len: the longest sequence, where that is less than what the replicas say of themselves.
@@ -224,7 +224,7 @@ class PoolEngine:
         images: list[object] | None = None,
         chat: ChatPrompt | None = None,
     ) -> Completion:
-        """As `Engine.generate`; `chat`: the same as messages, for replicas that speak messages."""
+        """See `Engine.generate`; `chat`: the same as messages, for replicas that speak messages."""
         check_request(prompt_ids, sampling, self.capabilities, images=images, is_chat=chat is not None)
         sent = ReplicaRequest(prompt_ids, sampling, request_id, "", list(images or ()), chat=chat)
         request = self._requests[request_id] = _PoolRequest(sent)
@@ -266,7 +266,7 @@ class PoolEngine:
         raise EngineUnavailableError(f"no {self._what} server gives log-probs of given ids now")
 
     async def update_weights(self, source: str, version: int) -> None:
-        """Loads weights on all replicas; those that cannot get no request before they have them.
+        """Loads weights on all replicas. One that fails to load is sent no request until it has them.
 
         New requests wait meanwhile. Requests in flight are the caller's to end first, see `ContinuingEngine`; a
         server may wait for them, or go on with them under the new weights.

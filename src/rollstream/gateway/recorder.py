@@ -43,7 +43,7 @@ class SessionLimits:
     """The bounds of one session."""
 
     calls: int = 10_000
-    """Calls without an answer count."""
+    """Calls; those without an answer count, too."""
     bytes: int = 256 << 20
     """Memory, roughly: some 48 bytes a token, and the text."""
 
@@ -79,9 +79,9 @@ class Recorder:
     """Answers the calls of one agent in one attempt at a rollout. `answer` may be called many times at once."""
 
     loop: AgentLoop
-    """Of the attempt; its engine, template and limits are used, its metrics count."""
+    """The attempt's; its engine, template and limits are used, its metrics count."""
     sampling: SamplingParams
-    """Of the rollout."""
+    """The rollout's."""
     _: KW_ONLY
     name: str
     """Request ids begin with it."""
@@ -89,7 +89,7 @@ class Recorder:
     """Is given the first error that is not the agent's to handle: the engine's, or a bug."""
     limits: SessionLimits = SessionLimits()
     engine_wait: float = 0.0
-    """Seconds that a call waits while no engine is there, before that is `broken`."""
+    """Seconds that a call waits while no engine is there, before its error is set on `broken`."""
 
     def __post_init__(self) -> None:
         self._templates = _Templates(self.loop)
@@ -107,7 +107,7 @@ class Recorder:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The engine's."""
+        """The engine's capabilities."""
         return self.loop.resources.engine.capabilities
 
     @property
@@ -214,7 +214,8 @@ class Recorder:
     ) -> list[Trajectory]:
         """The recorded trajectories, the final one last. See `find_branches` for the arguments.
 
-        `extra` has `prompt_messages`, `shown_tools` (schemas), and in `gateway` what there is to say:
+        `extra` has `prompt_messages`, `shown_tools` (schemas) and `tool_counts` where there were any, and in
+        `gateway` what there is to say:
 
         - `side_call`: true of one that had no part in the rollout's answer.
         - `rendered_again_tokens`: sampled for answers that the client sent back in a history of its own making:

@@ -1,4 +1,4 @@
-"""How everybody reads a run directory: also while it is written, sealed, merged or copied, and without a lock.
+"""Reads a run directory at any moment of its life (written, sealed, merged, copied), without a lock.
 
 A finished rollout is in a journal, then in the batch of the same number, and in the end perhaps in the artifact
 alone. Readers list the journals before the batches, so that one sealed meanwhile is seen as batch; a file that has
@@ -51,19 +51,23 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class FoundTrajectory:
-    """One trajectory, as a row with its JSON columns decoded, and where it was."""
+    """A trajectory and where it was."""
 
     run: "Run"
     row: dict[str, Any]
+    """With its JSON columns decoded."""
     source: str
+    """The file, relative to the run."""
     siblings: int
     """Trajectories of its rollout."""
 
 
 @dataclass(slots=True)
 class SeenFile:
+    """How much of a file has been read."""
+
     version: tuple[int, ...] = ()
-    """Of the batch when it was read; empty before."""
+    """The batch's when it was read; empty before."""
     journal: int = 0
     """Inode of the journal that it was."""
     end: int = FILE_HEADER_SIZE
@@ -72,7 +76,7 @@ class SeenFile:
 
 @dataclass(slots=True)
 class Seen:
-    """What `Run.follow` has given already."""
+    """Rows that `Run.follow` has given."""
 
     files: dict[int, SeenFile] = field(default_factory=dict)
     batches: list[int] | None = None
@@ -118,7 +122,7 @@ class Run:
 
     @classmethod
     def open(cls, root: Path, scores: str | None = None) -> "Run":
-        """The run in a folder, with the rewards of some scores or (None) its own.
+        """Opens a run. `scores` names the scores to take as rewards; None takes the run's own.
 
         Raises:
             RunDirectoryError: there is no run, or no such scores.
@@ -133,7 +137,9 @@ class Run:
     def find(
         self, index: int | None = None, repeat: int = 0, trajectory: int | None = None
     ) -> FoundTrajectory:
-        """One trajectory, sealed or not; by default the first rollout's final one.
+        """Finds a trajectory, sealed or not; without `index` one of the first rollout in reading order.
+
+        `trajectory` counts within the rollout; None is the final one.
 
         Raises:
             RunDirectoryError: there is no such rollout.
@@ -155,9 +161,9 @@ class Run:
             return FoundTrajectory(self, row, str(path.relative_to(self.root)), len(rows))
         if index is None and not self.damage:
             raise RunDirectoryError(f"{self.root} holds no finished rollout yet")
-        name = "no rollout" if index is None else f"rollout (index {index}, repeat {repeat})"
+        name = "a rollout" if index is None else f"rollout (index {index}, repeat {repeat})"
         if self.damage:
-            raise DamageError(f"{name} was found, but there is damage: {self.damage[0]}")
+            raise DamageError(f"{name} was not found, and may lie in what is damaged: {self.damage[0]}")
         failed = (record for record in self.failures() if (record.index, record.repeat) == (index, repeat))
         error = next((f"it failed: {record.error}" for record in failed), None)
         why = error or f"it is not done, or not part of the run; see `rollstream status {self.root}`"
@@ -221,7 +227,7 @@ class Run:
     def follow(
         self, columns: Sequence[str], seen: Seen, coded: Sequence[str] = ()
     ) -> Iterator[tuple[int, pa.Table]]:
-        """Rows that were not there when `seen` was last given, and the number of their file; it is updated.
+        """Yields the rows that are not in `seen`, with the number of their file, and adds them to `seen`.
 
         A rollout comes again when its journal became a batch: the caller knows those that it has. `coded` names
         columns of texts that may come as dictionary arrays.
@@ -246,9 +252,9 @@ class Run:
         return ARTIFACT if path == self.paths.artifact else int(path.stem.removeprefix("batch_"))
 
     def rows_of(self, number: int, indices: Array, columns: Sequence[str] | None) -> Iterator[pa.Table]:
-        """Rows of some prompt rows (sorted) where a file's number now leads; rows of others may be among them.
+        """Yields rows of some prompt rows (sorted) from what now holds a file's rows; others may be among them.
 
-        The artifact comes last: a number is given again after batches were merged and deleted.
+        The artifact comes last: batches may have been merged and deleted.
         """
         own = [] if number == ARTIFACT else [self.paths.batch(number), self.paths.journal(number)]
         for _, table in self._read([*own, self.paths.artifact], columns, indices=indices):
