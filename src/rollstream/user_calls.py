@@ -53,19 +53,28 @@ class CallsRefusedError(Exception):
 
 
 class DaemonThreads:
-    """Daemon threads that are used again, as many as there are calls at once. `name` is for debuggers."""
+    """Daemon threads that are used again, as many as there are calls at once.
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    Args:
+        name: for debuggers.
+        most: threads; further calls wait for their turn. None: any number.
+    """
+
+    def __init__(self, name: str, most: int | None = None) -> None:
+        self._name, self._most = name, most
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards what follows
         self._alive = 0
-        self._idle = 0
+        self._idle = 0  # below 0: so many calls wait
 
     def start(self, function: Callable[[], Any]) -> "asyncio.Future[CallResult]":
-        """Begins a call at once. Its future never has an exception; cancelling that leaves the call running."""
+        """Begins a call, in its turn. Its future never has an exception; cancelling that leaves the call running."""
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
         future: asyncio.Future[CallResult] = loop.create_future()
+
+        def settle(outcome: CallResult) -> None:
+            if not future.done():
+                future.set_result(outcome)
 
         def call() -> None:
             outcome = CallResult()
@@ -75,10 +84,11 @@ class DaemonThreads:
                 outcome.error = error
             with self._lock:
                 self._idle += 1
-            deliver(loop, future, outcome)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
+                loop.call_soon_threadsafe(settle, outcome)
 
         with self._lock:
-            if self._idle:
+            if self._idle > 0 or self._alive == self._most:
                 self._idle -= 1
             else:
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
@@ -307,17 +317,6 @@ async def _await(call: Callable[[], Awaitable[Any]], read: Callable[[Any], Any] 
 def _call(call: Callable[[], Any], read: Callable[[Any], Any] | None) -> Any:
     value = call()
     return read(value) if read and not inspect.isawaitable(value) else value
-
-
-def deliver(loop: asyncio.AbstractEventLoop, future: "asyncio.Future[Any]", outcome: Any) -> None:
-    """Sets a future's result from another thread, unless it is done or its loop is closed."""
-
-    def set_result() -> None:
-        if not future.done():
-            future.set_result(outcome)
-
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
-        loop.call_soon_threadsafe(set_result)
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 
+from rollstream.aio import Backoff
 from rollstream.engine.base import Engine
 from rollstream.errors import EngineLostError, EngineUnavailableError
 
@@ -34,7 +35,7 @@ class EngineAvailability:
         self._away_because: EngineUnavailableError | None = None
         self._away_since = 0.0
         self._returned_at = -_QUIET_S
-        self._pause = _FIRST_PROBE_S
+        self._backoff = Backoff(_FIRST_PROBE_S, _PROBE_S_MAX)
 
     @property
     def is_available(self) -> bool:
@@ -47,7 +48,7 @@ class EngineAvailability:
             self._away_because = error
             self._away_since = time.monotonic()
             if self._away_since - self._returned_at > _QUIET_S:
-                self._pause = _FIRST_PROBE_S
+                self._backoff.reset()
             logger.warning("no engine: %s; work waits for up to %g s", error, self._timeout)
 
     async def wait(self) -> None:
@@ -62,8 +63,7 @@ class EngineAvailability:
                 while self._away_because is not None:
                     # The pause comes first: an engine whose health is fine while its requests fail must
                     # not be asked in a hot loop.
-                    await asyncio.sleep(self._pause)
-                    self._pause = min(self._pause * 2, _PROBE_S_MAX)
+                    await asyncio.sleep(self._backoff.pause())
                     await self._probe(self._away_because)
 
     async def _probe(self, cause: EngineUnavailableError) -> None:

@@ -1,9 +1,7 @@
 """Joining a Ray cluster, or starting one on this machine, and leaving it again."""
 
-import asyncio
 import logging
 import os
-import queue
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -15,7 +13,7 @@ from typing import Any
 from rollstream.engine.ray_package import import_ray
 from rollstream.errors import ConfigError, EngineUnavailableError
 from rollstream.redaction import redact
-from rollstream.user_calls import deliver
+from rollstream.user_calls import DaemonThreads
 
 logger = logging.getLogger(__name__)
 
@@ -120,34 +118,12 @@ class _Connection:
         self.users = 0
         self.is_ours = False
         """Whether it was made here, and is to be left again."""
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread = DaemonThreads("rollstream-ray", most=1)
 
     async def do(self, function: Callable[[], None]) -> None:
         """Runs a function in the thread, after those before it; also when who waits is cut off."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[BaseException | None] = loop.create_future()
-
-        def call() -> None:
-            try:
-                function()
-            except BaseException as error:
-                deliver(loop, done, error)
-            else:
-                deliver(loop, done, None)
-
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="rollstream-ray", daemon=True)
-                self._thread.start()
-        self._calls.put(call)
-        if (error := await done) is not None:
+        if (error := (await self._thread.start(function)).error) is not None:
             raise error
-
-    def _work(self) -> None:
-        while True:
-            self._calls.get()()
 
 
 _CONNECTION = _Connection()
