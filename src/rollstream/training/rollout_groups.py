@@ -87,10 +87,6 @@ class RolloutGroups:
         self._push_weights = push_weights
         self._places = asyncio.Semaphore(max_in_flight)
         self._on_result = on_result
-        self.cut_off = 0
-        """Rollouts that were cut off because enough others were completed, or at a deadline."""
-        self.failed = 0
-        """Rollouts that failed."""
 
     async def start(self) -> None:
         if self._engine is not None:
@@ -137,9 +133,8 @@ class RolloutGroups:
             if not (late := limit.expired()):
                 raise
         finally:
-            pending = [task for task in tasks if task.cancel()]
-            self.failed += len(failures)
-            self.cut_off += len(pending)
+            for task in tasks:
+                task.cancel()
             # The first error is raised; asyncio would log the others, one by one.
             await asyncio.gather(*tasks, return_exceptions=True)
         done.sort(key=lambda rollout: rollout.repeat)

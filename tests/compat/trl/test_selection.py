@@ -38,10 +38,7 @@ class DropsSome:
 
 def group(*rewards: float) -> Group:
     made = [rollout(repeat, trajectory(reward=reward)) for repeat, reward in enumerate(rewards)]
-    return Group(planned=PlannedGroup(0, 0, 3), start=0, rollouts=made, **_OLDEST)
-
-
-_OLDEST: dict[str, Any] = {"oldest": 0} if "oldest" in Group.__dataclass_fields__ else {}
+    return Group(planned=PlannedGroup(0, 0, 3), start=0, rollouts=made)
 
 
 def test_names_and_ones_own(tmp_path: Path) -> None:
