@@ -108,7 +108,10 @@ class Completion:
 
 @dataclass(slots=True)
 class Metrics:
-    """Times (seconds) and counts of a rollout."""
+    """Times (seconds) and counts. Those of a rollout are the sums over its trajectories.
+
+    `context_agent` gives each trajectory its own part; the gateway and verifiers give all to the last one.
+    """
 
     queue_s: float = 0.0
     """From dispatch until the attempt that succeeded began."""
