@@ -1,7 +1,7 @@
 """A plan that prefers prompts of the right difficulty, and learns which these are."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,15 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 Weigh = Callable[[Array, int], Array]
 """Weights (>= 0) of rows by their estimated success, and by the number of groups that were trained on."""
+
+_FIRST = 0.5
+"""The estimate of a row's success before the first group of it."""
+
+_RATE = 0.3
+"""How far a group's mean success (its mean reward, clipped to 0 to 1) moves its row's estimate."""
+
+_FLOOR = 0.05
+"""Added to all weights, relative to the greatest: what is never drawn is never learnt about."""
 
 
 def medium_first(success: Array, trained: int) -> Array:
@@ -44,10 +53,6 @@ class Curriculum(Plan):
         rows: prompt rows, > 0.
         seed: of the draws.
         weigh: weights of rows by estimated success.
-        success: estimates to begin with, one for each row, 0 to 1; None: 0.5 for all.
-        rate: how far one group's mean success (its mean reward, clipped to 0 to 1) moves its row's estimate,
-            0 < rate <= 1.
-        floor: added to all weights, relative to the greatest: what is never drawn is never learnt about.
         length: positions there are; None: endless.
     """
 
@@ -57,21 +62,13 @@ class Curriculum(Plan):
         *,
         seed: int = 0,
         weigh: Weigh = medium_first,
-        success: Sequence[float] | None = None,
-        rate: float = 0.3,
-        floor: float = 0.05,
         length: int | None = None,
     ) -> None:
-        if rows < 1 or not 0 < rate <= 1 or floor < 0:
-            raise ConfigError(f"rows={rows}, rate={rate}, floor={floor}: > 0, 0 < rate <= 1, >= 0")
-        if success is not None and len(success) != rows:
-            raise ConfigError(f"{len(success)} estimates of success for {rows} rows")
+        if rows < 1:
+            raise ConfigError("a curriculum needs at least one prompt row")
         self._seed = seed
         self._weigh = weigh
-        self._first = np.full(rows, 0.5) if success is None else np.asarray(success, np.float64)
-        self._success = self._first.copy()
-        self._rate = rate
-        self._floor = floor
+        self._success = np.full(rows, _FIRST)
         self._trained = 0
         self._drawn: Counter[int] = Counter()  # times, of rows
         self._decided: dict[int, PlannedGroup] = {}
@@ -80,7 +77,7 @@ class Curriculum(Plan):
     def at(self, position: int) -> PlannedGroup:
         if position not in self._decided:
             weights = np.maximum(self._weigh(self._success, self._trained), 0.0)
-            weights = np.cumsum(weights + self._floor * (weights.max() or 1.0))
+            weights = np.cumsum(weights + _FLOOR * (weights.max() or 1.0))
             drawn = seeded(self._seed, position).random() * weights[-1]
             # A product may round up to the whole.
             index = min(int(np.searchsorted(weights, drawn, side="right")), len(weights) - 1)
@@ -102,7 +99,7 @@ class Curriculum(Plan):
         rewards = [reward for reward in group.rewards if reward is not None]
         if rewards:
             before = self._success[group.index]
-            self._success[group.index] += self._rate * (np.clip(np.mean(rewards), 0.0, 1.0) - before)
+            self._success[group.index] += _RATE * (np.clip(np.mean(rewards), 0.0, 1.0) - before)
 
     def forget(self, below: int) -> None:
         self._decided = {position: group for position, group in self._decided.items() if position >= below}
@@ -111,7 +108,7 @@ class Curriculum(Plan):
         return {"kind": "curriculum", "rows": len(self._success), "seed": self._seed}
 
     def state_dict(self) -> dict[str, Any]:
-        learnt = np.flatnonzero(self._success != self._first)
+        learnt = np.flatnonzero(self._success != _FIRST)
         return {
             "trained": self._trained,
             "success": [[int(index), float(self._success[index])] for index in learnt],
@@ -121,7 +118,7 @@ class Curriculum(Plan):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._trained = state["trained"]
-        self._success = self._first.copy()
+        self._success[:] = _FIRST
         for index, success in state["success"]:
             self._success[index] = success
         self._drawn = Counter(dict(state["drawn"]))

@@ -15,7 +15,6 @@ A policy or plan may learn, by methods that it need not have. They are quick: a 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import pstdev
 from typing import Protocol
 
 from rollstream.errors import ConfigError
@@ -47,24 +46,19 @@ class GroupRank(Policy, Protocol):
         ...
 
 
-@dataclass(slots=True)
 class NoSignal:
-    """Drops groups whose rewards, those of snapshots included, are (nearly) all the same: nothing is learnt.
+    """Drops groups whose rewards, those of snapshots included, are all the same: nothing is learnt.
 
     So are groups in which fewer than two trajectories have a reward.
     """
 
     name = "no_signal"
-    spread: float = 0.0
-    """The standard deviation of a group's rewards up to which it is dropped, >= 0."""
 
     def drops(self, group: Group) -> str | None:
         rewards = group.trained_rewards
         if len(rewards) < 2:
             return f"only {len(rewards)} of its trajectories have a reward"
-        if pstdev(rewards) <= self.spread:
-            return f"its {len(rewards)} rewards are all {rewards[0]:g}, or nearly so"
-        return None
+        return f"its {len(rewards)} rewards are all {rewards[0]:g}" if len(set(rewards)) == 1 else None
 
 
 @dataclass(slots=True)

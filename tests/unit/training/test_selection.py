@@ -24,7 +24,7 @@ def test_no_signal() -> None:
     assert policy.drops(group(1.0, 0.0)) is None
     assert policy.drops(group(1.0, None)) is not None
     assert policy.drops(group(1.0, None, 0.0)) is None
-    assert NoSignal(spread=0.1).drops(group(1.0, 0.9)) is not None
+    assert policy.drops(group(1.0, 0.9)) is None
 
 
 def test_no_signal_sees_the_rewards_of_snapshots() -> None:
@@ -52,24 +52,30 @@ def test_a_budget_that_cannot_be(wrong: tuple[int, int, int]) -> None:
 
 
 def test_a_curriculum_prefers_what_succeeds_half_of_the_time() -> None:
-    plan = Curriculum(3, success=[0.0, 0.5, 1.0], floor=0.01)
+    plan = Curriculum(3)
+    for _ in range(20):
+        plan.observe(group(0.0, index=0))
+        plan.observe(group(1.0, index=2))
     drawn = [plan.at(position).index for position in range(500)]
-    assert drawn.count(1) > 450
+    assert drawn.count(1) > 430
     assert {0, 2} <= set(drawn)  # but all come now and then
 
 
 def test_it_learns_from_what_was_trained_on() -> None:
-    plan = Curriculum(2, rate=0.5, floor=0.0)
+    plan = Curriculum(2)
     for _ in range(60):
         plan.observe(group(1.0, 1.0, index=0))
         plan.observe(group(None, index=1))  # says nothing
     assert plan.success(0) > 0.99
     assert plan.success(1) == 0.5
-    assert {plan.at(position).index for position in range(100)} == {1}
+    assert sum(plan.at(position).index for position in range(100)) > 85
 
 
 def test_easy_comes_first_and_hard_last() -> None:
-    plan = Curriculum(2, success=[0.95, 0.05], weigh=easy_to_hard(100), floor=0.0, rate=1e-9)
+    plan = Curriculum(2, weigh=easy_to_hard(100))
+    for _ in range(20):
+        plan.observe_dropped(group(1.0, index=0))
+        plan.observe_dropped(group(0.0, index=1))
     early = [plan.at(position).index for position in range(100)]
     for _ in range(100):
         plan.observe(group(1.0, index=0))
@@ -101,7 +107,6 @@ def test_decisions_are_kept_and_survive_a_restart(rows: int, seed: int, asked: l
     assert [position for position, _, _ in plan.state_dict()["decided"]] == list(range(41, 60))
 
 
-@pytest.mark.parametrize("wrong", [{"rows": 0}, {"rows": 2, "rate": 0}, {"rows": 2, "success": [0.5]}])
-def test_a_curriculum_that_cannot_be(wrong: dict[str, Any]) -> None:
+def test_a_curriculum_that_cannot_be() -> None:
     with pytest.raises(ConfigError):
-        Curriculum(**wrong)
+        Curriculum(0)
