@@ -133,7 +133,7 @@ async def measure(workers: int, sizes: Sizes, rollouts: int) -> dict[str, Any]:
             executor = Executor(
                 writer,
                 backend,
-                load_row=lambda index: load_row(index, sizes),
+                load_row=lambda key: load_row(key.index, sizes),
                 max_in_flight=IN_FLIGHT,
                 workers=workers or 1,
                 attempt_timeout=60,

@@ -22,6 +22,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from bench.report import parse_options, print_table, write_json
+from rollstream.store.run import Run
+from rollstream.store.scores import pass_folder
 from tests.support.view_runs import large_run
 
 _REWARD = """
@@ -35,8 +37,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 _CALL_S = 0.001
 _KILLS = 3
-_FRAME_BYTES = 69
-"""Of a rollout in the journal of scores, about."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -55,23 +55,22 @@ def _write_reward(path: Path) -> None:
     path.write_text(_REWARD.format(rounds=round(1000 * _CALL_S / _cpu_of_calls(path, 500))))
 
 
-def _size(journal: Path) -> int:
-    return journal.stat().st_size if journal.exists() else 0
+def _scored(folder: Path) -> int:
+    return Run.open(folder).state().keys.done if (folder / "run.json").exists() else 0
 
 
 def _run(folder: Path, rollouts: int) -> dict[str, Any]:
     root, reward = large_run(folder / "run", rollouts, sealed_rows=10_000), folder / "reward.py"
     _write_reward(reward)
     own = [_cpu_of_calls(reward, rollouts // 10)]
-    journal = root / "scores" / "anew.rsj"
     command = [sys.executable, "-m", "rollstream.cli", "score", str(root), "--reward", str(reward)]
     command += ["--name", "anew", "--json"]
     before, began = os.times(), time.monotonic()
     for kill in range(1, _KILLS + 1):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wanted = rollouts * _FRAME_BYTES * kill // (_KILLS + 1)
-        while _size(journal) < wanted and process.poll() is None:
-            time.sleep(0.02)
+        wanted = rollouts * kill // (_KILLS + 1)
+        while _scored(pass_folder(root, "anew")) < wanted and process.poll() is None:
+            time.sleep(0.2)
         process.send_signal(signal.SIGKILL)
         process.wait()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -204,6 +204,8 @@ class Rollout:
     ground_truth: Any = None
     attempts: int = 1
     """Attempts it took, the successful one included."""
+    finished_at: float | None = None
+    """Unix time, seconds; None: when it is stored."""
 
     @property
     def key(self) -> RolloutKey:

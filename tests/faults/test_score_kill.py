@@ -9,8 +9,9 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
-from rollstream.store.journal import ScanReport, scan
-from rollstream.store.scores import ScorePaths, read_facts, score_folder
+from rollstream.store.manifest import read_manifest
+from rollstream.store.run import Run
+from rollstream.store.scores import pass_folder, score_table
 from tests.support.until import wait_until
 from tests.support.view_runs import rollout, write_run
 
@@ -29,20 +30,19 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """What is beyond the gate waits."""
 
 
-def keys_of(paths: ScorePaths) -> list[tuple[int, int]]:
-    """The rollouts in the journal, as often as they were scored."""
-    facts = read_facts(paths.facts)
-    if facts is None or not paths.journal.exists():
+def keys_of(folder: Path) -> list[tuple[int, int]]:
+    """The rollouts that are scored, durably."""
+    if read_manifest(folder) is None:
         return []
-    frames = scan(paths.journal, bytes.fromhex(facts.id), ScanReport())
-    return [(frame.index, frame.repeat) for frame in frames]
+    tables = list(Run.open(folder).rows(["index", "repeat"]))
+    return sorted((row["index"], row["repeat"]) for table in tables for row in table.to_pylist())
 
 
 @pytest.mark.parametrize("rollouts", [400, pytest.param(20_000, marks=pytest.mark.soak)])
 def test_scoring_that_is_killed_goes_on(tmp_path: Path, rollouts: int) -> None:
     records = [rollout(at // 4, at % 4, str(at)) for at in range(rollouts)]
     run = write_run(tmp_path / "run", records, n=4, prompts=rollouts // 4, rows=rollouts // 4)
-    gate, reward, paths = tmp_path / "gate", tmp_path / "reward.py", ScorePaths(score_folder(run), "anew")
+    gate, reward, paths = tmp_path / "gate", tmp_path / "reward.py", pass_folder(run, "anew")
     reward.write_text(REWARD.format(gate=str(gate)))
     words = [sys.executable, "-c", COMMAND, "score", str(run), "--reward", str(reward), "--name", "anew"]
     words += ["--processes", "2", "--max-concurrency", "4", "--timeout", "600"]
@@ -55,15 +55,14 @@ def test_scoring_that_is_killed_goes_on(tmp_path: Path, rollouts: int) -> None:
             process.send_signal(signal.SIGKILL)
         assert process.returncode == -signal.SIGKILL
         now = keys_of(paths)
-        assert now[: len(durable)] == durable and sorted(now) == [divmod(at, 4) for at in range(open_to)]
-        assert not paths.table.exists()
+        assert now == [divmod(at, 4) for at in range(open_to)]
+        assert not score_table(run, "anew").exists()
         durable = now
     replace_text(gate, str(rollouts))
     done = subprocess.run([*words, "--json"], cwd=ROOT, check=True, capture_output=True)
     report = orjson.loads(done.stdout)
     assert (report["rollouts"], report["now"]) == (rollouts, rollouts - len(durable))
-    assert len(keys_of(paths)) == rollouts, "what is durable is not scored again"
-    table = pq.read_table(paths.table)
+    table = pq.read_table(score_table(run, "anew"))
     assert [4 * one["index"] + one["repeat"] for one in table.to_pylist()] == list(range(rollouts))
     assert table["reward"].to_pylist() == [at / 8 for at in range(rollouts)]
 

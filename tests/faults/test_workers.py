@@ -15,7 +15,7 @@ from rollstream.rollout.executor import WorkerBackend
 from rollstream.rollout.processes import ProcessBackend
 from rollstream.rollout.worker_host import BuiltWorker, LocalBackend, WorkerRecipe
 from rollstream.store.run import Run
-from rollstream.trajectory import PromptRow
+from rollstream.trajectory import PromptRow, RolloutKey
 from tests.faults.ray_nodes import nodes
 from tests.support.until import PATIENCE_S, until
 from tests.support.workers import Harness, ScriptedRecipe, every_key, load_row
@@ -166,11 +166,11 @@ async def test_the_cap_falls_where_the_workers_engines_are_full(
 
 @everywhere
 async def test_rows_that_cannot_be_read_or_travel_fail_alone(tmp_path: Path, backend: Backend) -> None:
-    def rows(index: int) -> PromptRow:
-        if index == 2:
+    def rows(key: RolloutKey) -> PromptRow:
+        if key.index == 2:
             raise DataError("row 2 is no row")
-        row = load_row(index)
-        if index == 4 and backend is not Here:
+        row = load_row(key.index)
+        if key.index == 4 and backend is not Here:
             row.columns["lock"] = asyncio.Lock().acquire  # no pickle of it
             row.columns["function"] = lambda: None
         return row

@@ -110,7 +110,8 @@ class Harness:
     ) -> None:
         self.run = open_dir(root)
         self.writer = StoreWriter(self.run, save_batch_size=1000, pull_timeout=60)
-        defaults = {"load_row": load_row, "max_in_flight": 16, "workers": 2, "attempt_timeout": 30}
+        defaults = {"max_in_flight": 16, "workers": 2, "attempt_timeout": 30}
+        defaults["load_row"] = lambda key: load_row(key.index)
         self.executor = Executor(self.writer, backend(lambda: recipe), **{**defaults, **settings})
 
     async def __aenter__(self) -> "Harness":

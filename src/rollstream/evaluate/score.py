@@ -131,18 +131,18 @@ def _list(options: argparse.Namespace) -> int:
     """Says which scores there are."""
     import orjson
 
-    from rollstream.store.manifest import require_manifest
-    from rollstream.store.scores import ScorePaths, read_facts, score_folder, score_names
+    from rollstream.store.manifest import read_manifest, require_manifest
+    from rollstream.store.scores import pass_folder, score_names
 
     require_manifest(options.run_dir)
     scores: list[dict[str, Any]] = []
     for name in score_names(options.run_dir):
         try:
-            facts = read_facts(ScorePaths(score_folder(options.run_dir), name).facts)
+            made = read_manifest(pass_folder(options.run_dir, name))
         except RunDirectoryError as error:  # the others can be listed
             sys.stderr.write(f"damaged: {error}\n")
-            facts = None
-        reward, created = ("unknown", "-") if facts is None else (facts.reward, facts.created)
+            made = None
+        reward, created = ("unknown", "-") if made is None else (made.config.get("reward"), made.created)
         scores.append({"name": name, "reward": reward, "created": created})
         if not options.json:
             sys.stdout.write(f"{name:<24} {reward}, {created}\n")
@@ -177,7 +177,5 @@ def _summary(report: "ScoreReport") -> str:
         f"scores: {report.path}",
     ]
     for example, count in list(report.causes.items())[:_CAUSES_SHOWN]:
-        lines.append(f"the reward failed on {count}: {example[:300]}")
-    if without := report.unscored - report.failed:
-        lines.append(f"{without} have no reward: no rule knows their data source")
+        lines.append(f"no reward for {count}: {example[:300]}")
     return "\n".join([*lines, ""])

@@ -83,7 +83,7 @@ class Start:
         executor = Executor(
             self.sink,
             backend,
-            load_row=self.plan.dataset.row,
+            load_row=lambda key: self.plan.dataset.row(key.index),
             max_in_flight=in_flight_limit(settings),
             workers=workers,
             attempt_timeout=generation.attempt_timeout,

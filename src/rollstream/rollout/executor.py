@@ -194,8 +194,8 @@ class Executor:
     sink: Sink
     backend: WorkerBackend
     _: KW_ONLY
-    load_row: Callable[[int], PromptRow]
-    """The prompt row of an index; may raise `DataError`."""
+    load_row: Callable[[RolloutKey], PromptRow]
+    """The prompt row of a rollout; may raise `DataError`."""
     max_in_flight: int
     """Rollouts at once, over all workers."""
     workers: int = 1
@@ -425,7 +425,7 @@ class Executor:
         rows = []
         for key in keys:
             try:
-                row = self.load_row(key.index)
+                row = self.load_row(key)
             except DataError as error:
                 self._refuse(queue, number, key, "", error)
                 continue
@@ -512,7 +512,7 @@ class Executor:
         )
         prompt_key = ""
         with suppress(DataError):
-            prompt_key = self.load_row(key.index).prompt_key
+            prompt_key = self.load_row(key).prompt_key
         return make_failure(key.index, key.repeat, prompt_key, charges, "agent", died)
 
     # -- workers

@@ -1,29 +1,33 @@
 """The reward pass: what a run has finished is scored anew, without generating.
 
-    run directory --rows--> workers (stored trajectories, reward) --frames--> scores/NAME.rsj --> scores/NAME.parquet
+    run directory --rows--> workers (stored trajectories, reward) --> scores/NAME.run/ --> scores/NAME.parquet
 
-A rollout is scored when its frame is durable; a pass of the same name goes on behind it. The run itself is only
-read. The rollouts of a pass are numbered, and their number is the `index` that workers and the executor know.
+The pass is a run itself: what it has scored is durable, sealed and found again as the rollouts of a generation are.
+The run that it scores is only read.
 """
 
 import hashlib
+import logging
+import math
 import os
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import msgspec
+import numpy as np
 import orjson
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from rollstream.chat.token_text import read_decoder
 from rollstream.config.settings import RewardSettings
 from rollstream.engine.load import RequestMeter
-from rollstream.errors import ConfigError, RunDirectoryError
+from rollstream.errors import ConfigError, IdentityMismatchError, RunDirectoryError
 from rollstream.reward.base import FunctionReward
 from rollstream.reward.rules import RuleReward
 from rollstream.rollout.availability import EngineAvailability
@@ -32,20 +36,25 @@ from rollstream.rollout.processes import ProcessBackend
 from rollstream.rollout.setup import load_configured_reward
 from rollstream.rollout.worker import score_trajectories
 from rollstream.rollout.worker_host import BuiltWorker, LocalBackend, Result
-from rollstream.store.manifest import LOOP_IDENTITY, Manifest
-from rollstream.store.records import RecordCodec, json_text, scoring_failed
+from rollstream.store.arrow import column_values, to_arrow
+from rollstream.store.keys import KeyStates
+from rollstream.store.manifest import LOOP_IDENTITY, Manifest, new_manifest, read_manifest, write_manifest
+from rollstream.store.records import scoring_failed
 from rollstream.store.run import Run
+from rollstream.store.run_dir import RunDirectory, lock_run, open_run
 from rollstream.store.scores import (
     SCORED_COLUMNS,
-    ScoredRollout,
-    ScoreJournal,
-    ScorePaths,
     is_score_name,
-    require_facts,
-    score_folder,
-    seal_scores,
+    pass_folder,
+    publish_scores,
+    rollout_places,
+    score_table,
 )
-from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey, Trajectory, failure_cause
+from rollstream.store.summary import read_status
+from rollstream.store.writer import StoreWriter
+from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey, Trajectory
+
+logger = logging.getLogger(__name__)
 
 SnapshotRule = Literal["outcome", "own", "none", "keep"]
 """What a snapshot gets: the final trajectory's reward; one for its own last answer; none; what was recorded."""
@@ -58,8 +67,22 @@ _COLUMNS = [
 _TEXT = '"role":"assistant","content":"'
 """In the messages of nearly every trajectory whose answer is text: then no ids are needed for it."""
 
+_BATCH_ROWS = 10_000
+"""Trajectories of a batch of a pass."""
+
 _AHEAD = 32
 """Rollouts that a process has beyond those that it scores at once."""
+
+
+def _scored(row: PromptRow, repeat: int, rewards: Iterable[tuple[float | None, dict[str, Any]]]) -> Rollout:
+    """A rollout with a reward for each trajectory, and without what it was scored by: rewards alone travel back."""
+    stored = row.columns["trajectories"]
+    trajectories = [
+        Trajectory([], [], [], None, [], "stop", [], one["is_snapshot"], reward=reward, reward_extra=extra)
+        for one, (reward, extra) in zip(stored, rewards, strict=True)
+    ]
+    finished = stored[-1]["finished_at"] or 0.0
+    return Rollout(row.index, repeat, row.prompt_key, trajectories, row.data_source, finished_at=finished)
 
 
 class _Replay:
@@ -72,7 +95,6 @@ class _Replay:
         self._prepared: set[str] = set()
 
     async def run(self, row: PromptRow, repeat: int) -> Rollout:
-        """The rollout with its rewards, and without what it was scored by: rewards alone travel back."""
         if isinstance(self._reward, RuleReward) and row.data_source not in self._prepared:
             await self._reward.prepare(row.data_source)
             self._prepared.add(row.data_source)
@@ -83,16 +105,13 @@ class _Replay:
             answer, info = program.get("answer"), {**info, "messages": final.messages}
         await score_trajectories(
             self._reward,
-            replace(row, index=row.columns["index"], extra_info=info),
+            replace(row, extra_info=info),
             trajectories,
             decode=self._decode,
             snapshots=self._snapshots,
             final_answer=answer,
         )
-        for trajectory in trajectories:
-            trajectory.messages, trajectory.extra = [], {}
-            trajectory.response_ids, trajectory.response_mask = [], []
-        return Rollout(row.index, repeat, row.prompt_key, trajectories, row.data_source)
+        return _scored(row, repeat, [(one.reward, one.reward_extra) for one in trajectories])
 
     def _trajectory(self, stored: dict[str, Any]) -> Trajectory:
         kept = self._snapshots == "keep" and stored["is_snapshot"]
@@ -141,24 +160,18 @@ class ReplayRecipe:
 
 
 class _Pass:
-    """Gives rollouts out, and makes durable what their rewards are."""
+    """Gives rollouts out, and takes their rewards; the sink of its executor."""
 
-    def __init__(self, run: Run, journal: ScoreJournal) -> None:
+    def __init__(self, run: Run, directory: RunDirectory) -> None:
         self._run = run
-        self._journal = journal
-        self._rows: dict[int, PromptRow] = {}
+        self._is_done = directory.state.keys.is_done
+        self.writer = StoreWriter(directory, save_batch_size=_BATCH_ROWS, pull_timeout=math.inf)
+        self._rows: dict[RolloutKey, PromptRow] = {}
         """Given out and not durable yet."""
-        self._codec = RecordCodec()
-        self.earlier: dict[int, float | None] = {}
-        """When each rollout was finished that is scored, by its place in the run."""
-        self.now = self.failed = 0
-
-    def place(self, index: int, repeat: int) -> int:
-        return index * self._run.manifest.n + repeat
+        self.now = 0
 
     def keys(self) -> Iterator[RolloutKey]:
         """The rollouts that are not scored yet."""
-        given = 0
         for table in self._run.rows(_COLUMNS):
             has_text = pc.match_substring(table["messages"], _TEXT).to_pylist()
             ids, mask = table["response_ids"], table["response_mask"]
@@ -167,51 +180,55 @@ class _Pass:
             for at, row in enumerate(rows):
                 pairs = () if has_text[at] else zip(ids[at].as_py(), mask[at].as_py(), strict=True)
                 trajectories.append({**row, "sampled": [token for token, sampled in pairs if sampled]})
-                place = self.place(row["index"], row["repeat"])
-                if at + 1 < len(rows) and place == self.place(rows[at + 1]["index"], rows[at + 1]["repeat"]):
+                key = RolloutKey(row["index"], row["repeat"])
+                if at + 1 < len(rows) and key == RolloutKey(rows[at + 1]["index"], rows[at + 1]["repeat"]):
                     continue
-                if place not in self.earlier or self.earlier[place] != row["finished_at"]:
-                    self._rows[given] = PromptRow(
-                        index=given,
+                if not self._is_done(key.index, key.repeat):
+                    self._rows[key] = PromptRow(
+                        index=key.index,
                         prompt_key=row["prompt_key"],
                         messages=[],
                         data_source=row["data_source"],
                         ground_truth=orjson.loads(row["ground_truth"]),
                         extra_info=orjson.loads(row["extra"]).get("extra_info") or {},
-                        columns={"index": row["index"], "trajectories": trajectories},
+                        columns={"trajectories": trajectories},
                     )
-                    yield RolloutKey(given, 0)
-                    given += 1
+                    yield key
                 trajectories = []
 
-    def load_row(self, number: int) -> PromptRow:
+    def load_row(self, key: RolloutKey) -> PromptRow:
         """See `Executor`."""
-        return self._rows[number]
+        return self._rows[key]
 
     def submit(self, result: Result) -> Awaitable[None]:
-        """Makes a rollout's scores durable; see `Sink`."""
-        stored = self._rows[result.index].columns["trajectories"]
+        """Makes a rollout's rewards durable; see `Sink`."""
         if isinstance(result, Failure):
-            extra = json_text({"error": " ".join(result.error.split())[:500]})
-            scores: list[tuple[float | None, str]] = [(None, extra)] * len(stored)
-        elif isinstance(result, Rollout):
-            scores = [(one.reward, json_text(one.reward_extra)) for one in result.trajectories]
-        else:
-            record = self._codec.decode_rollout(result.body)
-            scores = [(one.reward, one.reward_extra) for one in record.trajectories]
-        scored = ScoredRollout(stored[-1]["finished_at"], scores)
-        self.failed += _failed(scored)
-        return self._journal.submit(RolloutKey(stored[-1]["index"], stored[-1]["repeat"]), scored)
+            row, error = self._rows[result.key], {"error": " ".join(result.error.split())[:500]}
+            result = _scored(row, result.repeat, [(None, error)] * len(row.columns["trajectories"]))
+        return self.writer.submit(result)
 
     def count(self, result: Result) -> None:
-        """Counts a rollout whose scores are durable."""
-        del self._rows[result.index]
+        """Counts a rollout whose rewards are durable."""
+        del self._rows[result.key]
         self.now += 1
 
 
-def _failed(scored: ScoredRollout) -> bool:
-    reward, extra = scored.trajectories[-1]
-    return reward is None and scoring_failed(orjson.loads(extra))
+def _outdated(run: Run, scored: Run, *, retry_unscored: bool) -> KeyStates:
+    """Rollouts that were generated again since they were scored; those, too, that are to be retried."""
+    outdated = KeyStates(run.manifest.n)
+    known, _, times = rollout_places(pa.concat_tables(scored.rows(SCORED_COLUMNS)))
+    order = np.argsort(known, kind="stable")
+    for table in run.rows(SCORED_COLUMNS):
+        numbers, _, finished = rollout_places(table)
+        at = order[np.minimum(np.searchsorted(known, numbers, sorter=order), len(order) - 1)]
+        other = table.filter(to_arrow((known[at] == numbers) & (times[at] != finished)))
+        outdated.mark_done_many(column_values(other["index"]), column_values(other["repeat"]))
+    if retry_unscored:
+        for table in scored.unscored(["index", "repeat", "reward_extra"]):
+            for index, repeat, extra in zip(*map(pa.ChunkedArray.to_pylist, table.columns), strict=True):
+                if scoring_failed(orjson.loads(extra)):
+                    outdated.mark_done(index, repeat)
+    return outdated
 
 
 @dataclass(slots=True)
@@ -220,19 +237,19 @@ class ScoreReport:
 
     name: str
     path: str
-    rollouts: int = 0
+    rollouts: int
     """In the table."""
-    now: int = 0
+    now: int
     """Scored by this pass."""
-    unscored: int = 0
-    failed: int = 0
+    unscored: int
+    failed: int
     """Unscored ones on which the reward failed."""
-    mean_reward: float | None = None
-    mean_before: float | None = None
+    mean_reward: float | None
+    mean_before: float | None
     """Mean of the run's own rewards."""
-    causes: dict[str, int] = field(default_factory=dict)
-    """How often the reward failed, by the first message of each cause."""
-    damage: list[str] = field(default_factory=list)
+    causes: dict[str, int]
+    """How many are unscored, by the first message of each cause."""
+    damage: list[str]
 
 
 def snapshot_rule(manifest: Manifest) -> SnapshotRule:
@@ -294,30 +311,74 @@ async def score_run(
     name = name or f"{''.join(one if one.isalnum() else '-' for one in label)}-{digest[:8]}"
     if not is_score_name(name):
         raise ConfigError(f"scores {name!r}: letters, digits, '-', '_' and '.'")
-    paths = ScorePaths(score_folder(root), name)
-    report = ScoreReport(name, str(paths.table), mean_before=state.rewards.mean)
-    with paths.locked():
-        facts = require_facts(paths, manifest.run_id, described, digest)
-        with ScoreJournal(paths, facts) as journal:
-            scores, failed = _Pass(run, journal), set[int]()
-            for key, scored in journal.earlier():  # a later one of its key takes its place
-                place = scores.place(key.index, key.repeat)
-                scores.earlier[place] = scored.finished_at
-                (failed.add if _failed(scored) else failed.discard)(place)
-            if retry_unscored:
-                scores.earlier = {place: at for place, at in scores.earlier.items() if place not in failed}
-                failed = set()
+    identity = {"scores.run": manifest.run_id, "scores.reward": digest}
+    wanted = new_manifest(
+        n=manifest.n, identity=identity, dataset={}, versions={}, config={"reward": described}
+    )
+    with _opened(pass_folder(root, name), wanted) as directory:
+        await _settle_earlier(run, directory, retry_unscored=retry_unscored)
+        scores, scored = _Pass(run, directory), directory.state
 
-            def on_durable(result: Result) -> None:
-                scores.count(result)
-                total = max(state.keys.done, scores.now)  # it may grow meanwhile
-                say(min(len(scores.earlier) + scores.now, total), total, len(failed) + scores.failed)
+        def on_durable(result: Result) -> None:
+            scores.count(result)
+            done = scored.keys.done
+            say(done, max(state.keys.done, done), scored.rewards.unscored)  # it may grow meanwhile
 
-            recipe = ReplayRecipe(reward, root, rule)
-            await _score(scores, recipe, in_memory, processes, on_durable)
-            report.now, report.damage = scores.now, run.damage
-        _summarise(paths, facts.id, report)
-    return report
+        scores.writer.start()
+        complete = False
+        try:
+            await _score(scores, ReplayRecipe(reward, root, rule), in_memory, processes, on_durable)
+            complete = True
+        finally:
+            await scores.writer.close(seal=complete)
+        directory.merge(keep_batches=False)
+        publish_scores(directory.paths.artifact, table := score_table(root, name))
+        status = read_status(directory.paths.root)
+    return ScoreReport(
+        name=name,
+        path=str(table),
+        rollouts=status.completed,
+        now=scores.now,
+        unscored=status.unscored,
+        failed=status.reward_failed,
+        mean_reward=status.mean_reward,
+        mean_before=state.rewards.mean,
+        causes={cause.example: cause.count for cause in status.unscored_causes},
+        damage=run.damage,
+    )
+
+
+@contextmanager
+def _opened(folder: Path, wanted: Manifest) -> Iterator[RunDirectory]:
+    """The run directory of a pass. Raises `ConfigError` where that of another reward has its place."""
+    lock = lock_run(folder)
+    try:
+        found = read_manifest(folder)
+        if found is not None and found.identity == wanted.identity and found.n < wanted.n:  # it was extended
+            write_manifest(folder, msgspec.structs.replace(found, n=wanted.n))
+        yield open_run(lock, folder, wanted, config_yaml="", fresh=False)
+    except IdentityMismatchError as error:
+        raise ConfigError(
+            f"the scores {folder.stem!r} are of another run or reward, or of what its file said then: choose another "
+            "name"
+        ) from error
+    finally:
+        lock.release()
+
+
+async def _settle_earlier(run: Run, directory: RunDirectory, *, retry_unscored: bool) -> None:
+    """Says what is damaged of an earlier pass, and takes out what is to be scored again."""
+    for line in directory.state.damage:
+        logger.warning("%s: %s: what it held is scored again", directory.paths.root, line)
+    if not directory.state.keys.done:
+        return
+    scored = Run(directory.paths.root, directory.manifest)
+    outdated = _outdated(run, scored, retry_unscored=retry_unscored)
+    if outdated.done:
+        writer = StoreWriter(directory, save_batch_size=_BATCH_ROWS, pull_timeout=math.inf)
+        writer.start()
+        await writer.close()  # seals what a pass left that was stopped
+        directory.forget(outdated)
 
 
 async def _score(
@@ -347,21 +408,3 @@ async def _score(
         )
         stack.push_async_callback(executor.close)
         await executor.run(chain([first], keys))
-
-
-def _summarise(paths: ScorePaths, facts_id: str, report: ScoreReport) -> None:
-    """Makes the table of what the journal holds, and counts it."""
-    total, scored, causes, examples = 0.0, 0, Counter[str](), dict[str, str]()
-    for _, rollout in seal_scores(paths, facts_id):
-        report.rollouts += 1
-        reward, extra = rollout.trajectories[-1]
-        if reward is not None:
-            total, scored = total + reward, scored + 1
-        elif (error := orjson.loads(extra).get("error")) is not None:
-            cause = failure_cause(str(error))
-            causes[cause] += 1
-            examples.setdefault(cause, str(error))
-    report.unscored = report.rollouts - scored
-    report.failed = causes.total()
-    report.mean_reward = total / scored if scored else None
-    report.causes = {examples[cause]: count for cause, count in causes.most_common()}

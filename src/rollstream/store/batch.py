@@ -184,7 +184,9 @@ def logprobs_of(footer: pq.FileMetaData) -> LogprobKind | None:
     return {b"raw": "raw", b"processed": "processed"}.get((footer.metadata or {}).get(_LOGPROBS, b""))  # type: ignore[return-value]
 
 
-def write_tables_durably(path: Path, tables: Iterable[pa.Table], metadata: dict[str, str]) -> int:
+def write_tables_durably(
+    path: Path, tables: Iterable[pa.Table], metadata: dict[str, str], schema: pa.Schema = SCHEMA
+) -> int:
     """Writes a batch or an artifact of sorted tables, one in memory at a time; returns its rows.
 
     `metadata` goes into the file's key-value metadata.
@@ -195,7 +197,7 @@ def write_tables_durably(path: Path, tables: Iterable[pa.Table], metadata: dict[
         temporary.unlink(missing_ok=True)  # a link of this name would lead elsewhere
         with pq.ParquetWriter(
             temporary,
-            SCHEMA.with_metadata(metadata),
+            schema.with_metadata(metadata),
             compression="zstd",
             compression_level=_COMPRESSION_LEVEL,
             write_page_checksum=True,

@@ -30,7 +30,7 @@ from rollstream.errors import (
     StorageError,
 )
 from rollstream.store.arrow import column_values
-from rollstream.store.batch import batch_metadata, read_tables, write_tables_durably
+from rollstream.store.batch import SCHEMA, batch_metadata, read_tables, write_tables_durably
 from rollstream.store.journal import JournalFile, encode_frame, sync_folder, write_file_durably
 from rollstream.store.lock import locked
 from rollstream.store.manifest import (
@@ -47,7 +47,7 @@ from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
 from rollstream.store.recovery import recover
 from rollstream.store.run import Run
-from rollstream.store.scores import Rewards, ScorePaths, copy_scores, read_facts, score_folder
+from rollstream.store.scores import Rewards, pass_folder, publish_scores, score_names, score_table
 from rollstream.store.summary import read_status, write_checkpoint
 from rollstream.store.validate import validate_run
 from rollstream.untrusted import read_regular
@@ -240,18 +240,25 @@ def _write(
 
 def _merge_scores(shards: Sequence[Run], folder: Path, manifest: Manifest) -> None:
     """Scores go along, but for those of a name that stands for several rewards."""
-    by_name: dict[str, list[ScorePaths]] = {}
+    by_name: dict[str, list[Run]] = {}
     for shard in shards:
-        for path in sorted(score_folder(shard.root).glob("*.rsj")):
-            by_name.setdefault(path.stem, []).append(ScorePaths(path.parent, path.stem))
-    for name, sources in by_name.items():
-        known = [facts for facts in (read_facts(source.facts) for source in sources) if facts is not None]
-        if len({facts.digest for facts in known}) > 1:
+        for name in score_names(shard.root):
+            by_name.setdefault(name, []).append(Run.open(pass_folder(shard.root, name)))
+    for name, passes in by_name.items():
+        first = passes[0].manifest
+        if len({one.manifest.identity["scores.reward"] for one in passes}) > 1:
             logger.warning("the scores %r are of several rewards in the shards: they are left out", name)
-        elif known:
-            score_folder(folder).mkdir(exist_ok=True)
-            facts = msgspec.structs.replace(known[0], run_id=manifest.run_id)
-            copy_scores(sources, ScorePaths(score_folder(folder), name), facts)
+            continue
+        paths = RunPaths(pass_folder(folder, name))
+        paths.root.mkdir(parents=True)
+        paths.make_folders()
+        identity = {**first.identity, "scores.run": manifest.run_id}
+        write_manifest(paths.root, msgspec.structs.replace(first, identity=identity))
+        for number, one in enumerate(passes):
+            metadata = batch_metadata(first.run_id_bytes)
+            write_tables_durably(paths.batch(number), one.rows(SCHEMA.names), metadata)
+        merge_batches(paths, first.run_id_bytes)
+        publish_scores(paths.artifact, score_table(folder, name))
 
 
 def _merged_manifest(shard: Manifest, output: Path) -> Manifest:

@@ -61,7 +61,7 @@ class RolloutRecord(msgspec.Struct, frozen=True):
     attempts: int
     trajectories: list[TrajectoryRecord]
     finished_at: float | None = None
-    """Unix time when it was encoded, seconds."""
+    """Unix time, seconds: when it was encoded, unless the rollout says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class RecordCodec:
                 ground_truth=json_text(rollout.ground_truth),
                 attempts=rollout.attempts,
                 trajectories=records,
-                finished_at=time.time(),
+                finished_at=time.time() if rollout.finished_at is None else rollout.finished_at,
             )
             raw = _encoder.encode(record)
             if len(raw) > MAX_BODY_BYTES:

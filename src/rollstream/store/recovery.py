@@ -106,11 +106,11 @@ def quarantine_batch(
     were taken from it. The lock must be held.
     """
     keys = keys or Run(paths.root, manifest).state(without={path}).keys
-    taken = _copy_rollouts(paths, manifest, path, keys)
+    taken = copy_rollouts(paths, manifest, path, keys)
     return quarantine_file(paths, path), taken
 
 
-def _copy_rollouts(paths: RunPaths, manifest: Manifest, source: Path, keys: KeyStates) -> int:
+def copy_rollouts(paths: RunPaths, manifest: Manifest, source: Path, keys: KeyStates) -> int:
     """Writes a batch of the rollouts of a file that are not done, and marks them; returns its rows."""
 
     def kept() -> Iterator[pa.Table]:
@@ -149,7 +149,7 @@ def _restore_from_artifact(
     whole = state.artifact_rows == file_rows(artifact) and artifact.name in recorded_digests(artifact)
     if not (whole and link_file(artifact, paths.batch(paths.next_number()))):
         keys = Run(paths.root, manifest).state(without={artifact}).keys
-        _copy_rollouts(paths, manifest, artifact, keys)
+        copy_rollouts(paths, manifest, artifact, keys)
     return [f"{state.artifact_rows} trajectories were taken from {artifact.name}"]
 
 

@@ -18,13 +18,13 @@ from rollstream.errors import (
 )
 from rollstream.store.batch import DamagedFileError
 from rollstream.store.journal import ScanReport, scan, sync_folder, write_file_durably
-from rollstream.store.keys import RunState
+from rollstream.store.keys import KeyStates, RunState
 from rollstream.store.lock import RunLock
 from rollstream.store.manifest import Manifest, check_identity, check_reward, read_manifest, write_manifest
 from rollstream.store.merge import Artifact, merge_batches
 from rollstream.store.paths import RunPaths, forget_batches, missing_batches
 from rollstream.store.records import RecordCodec
-from rollstream.store.recovery import quarantine_batch, recover
+from rollstream.store.recovery import copy_rollouts, quarantine_batch, recover
 from rollstream.store.run import Run
 from rollstream.store.scores import score_folder
 from rollstream.trajectory import LogprobKind
@@ -85,6 +85,19 @@ class RunDirectory:
             forget_batches(self.paths, missing_batches(self.paths))
             self.state = recover(self.paths, self.manifest)
         return rows
+
+    def forget(self, keys: KeyStates) -> None:
+        """Takes the rollouts that are done in `keys` out of the batches, in which everything is: they are owed again.
+
+        A crash in between leaves rollouts in two batches: those that were to be taken out are still there.
+        """
+        self.paths.artifact.unlink(missing_ok=True)
+        numbers = self.paths.batch_numbers()
+        for path in map(self.paths.batch, numbers):
+            copy_rollouts(self.paths, self.manifest, path, keys)
+            path.unlink()
+        forget_batches(self.paths, numbers)
+        self.state = recover(self.paths, self.manifest)
 
     def close(self) -> None:
         """Gives the lock back. Idempotent."""

@@ -144,7 +144,16 @@ def test_a_reward_that_fails_on_one_rollout_hurts_no_other(
     assert 0 < boots < 12
     file = tmp_path / "reward.py"
     recipe = reward(file, HALF)
-    report = scored(root, recipe)
+
+    def stop(done: int, total: int, failed: int) -> None:
+        if failed:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        scored(root, recipe, say=stop)
+    assert not read_status(root).all_scores
+    report = scored(root, recipe, retry_unscored=True)
+    assert report.now >= boots, "what failed before it was stopped is scored again"
     assert (report.rollouts, report.failed, report.mean_reward) == (12, boots, 0.5)
     assert list(report.causes.values()) == [boots] and "no boots" in next(iter(report.causes))
     again = scored(root, recipe)
@@ -226,6 +235,16 @@ def test_what_is_finished_later_has_the_reward_that_it_was_recorded_with(tmp_pat
     merged(root)
     assert scored(root, recipe).now == 1
     assert read_status(root).stale == ["trajectories.parquet"] and read_status(root).mean_reward == 5.5
+
+
+def test_a_run_that_has_more_rollouts_of_each_prompt_now_is_scored_on(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "run", [rollout(0, 0, "four"), rollout(1, 0, "four")], n=1, prompts=2)
+    recipe = reward(tmp_path / "reward.py", LENGTHS)
+    scored(root, recipe)
+    write_manifest(root, msgspec.structs.replace(require_manifest(root), n=3))
+    write_run(root, [rollout(0, 1, "seven77"), rollout(1, 2, "seven77")], n=3, prompts=2)
+    report = scored(root, recipe)
+    assert (report.now, report.rollouts, report.mean_reward) == (2, 4, 5.5)
 
 
 def test_shards_take_their_scores_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -333,6 +352,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert report["name"] in capsys.readouterr().out
     file.write_text("def compute_score(**_):\n    raise KeyError('all')\n")
     assert main(words) == 1
-    assert "failed on 12" in capsys.readouterr().out
+    assert "no reward for 12" in capsys.readouterr().out
     for wrong in (["--kwargs", "[]"], ["--name", "../x"], ["--reward", "none.py"]):
         assert main([*words, *wrong]) == 2, wrong

@@ -89,7 +89,7 @@ class Harness:
         self.executor = Executor(
             self.writer,
             LocalBackend(BuiltWorker(self.worker, metered.meter, self.availability)),
-            load_row=load_row,
+            load_row=lambda key: load_row(key.index),
             max_in_flight=max_in_flight,
             adaptive=adaptive,
             engine=engine,

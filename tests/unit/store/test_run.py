@@ -9,30 +9,23 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from rollstream.errors import DamageError, RunDirectoryError
+from rollstream.store.batch import KEY_COLUMNS, SCHEMA, forget_old_digests, write_tables_durably
 from rollstream.store.columns import RunColumns
-from rollstream.store.journal import JournalFile, encode_frame
 from rollstream.store.merge import merge_batches
 from rollstream.store.run import Run
-from rollstream.store.scores import (
-    ScoredRollout,
-    ScoreFacts,
-    ScorePaths,
-    encode_scores,
-    score_folder,
-    seal_scores,
-    write_facts,
-)
+from rollstream.store.scores import SCORED_COLUMNS, score_folder, score_table
 from rollstream.store.summary import read_status
 from rollstream.trajectory import Rollout
 from tests.unit.store.fabric import N, commit_all, failure, merge, open_dir, rollout, writing
@@ -90,26 +83,17 @@ def looking(look: Callable[[], None], every: int = 1) -> Iterator[None]:
 
 
 def write_scores(run: Run, name: str, rewards: dict[Key, float]) -> None:
-    folder = score_folder(run.root)
-    folder.mkdir(exist_ok=True)
-    paths = ScorePaths(folder, name)
-    paths.journal.unlink(missing_ok=True)
-    facts = ScoreFacts(
-        id=os.urandom(16).hex(), run_id=run.manifest.run_id, reward="a rule", digest="0", created="now"
-    )
-    journal = JournalFile(paths.journal, bytes.fromhex(facts.id))
-    finished: dict[Key, tuple[float | None, int]] = {}
-    for table in run.rows(["index", "repeat", "finished_at"]):
-        for row in table.to_pylist():
-            key = row["index"], row["repeat"]
-            finished[key] = (row["finished_at"], finished.get(key, (None, 0))[1] + 1)
-    for key, reward in rewards.items():
-        at, count = finished[key]
-        scored = encode_scores(ScoredRollout(at, [(reward, "{}")] * count))
-        journal.append_durably(encode_frame(*key, count, scored))
-    journal.close()
-    write_facts(paths.facts, facts)
-    deque(seal_scores(paths, facts.id), maxlen=0)
+    score_folder(run.root).mkdir(exist_ok=True)
+    rows = [row for table in run.rows(SCORED_COLUMNS) for row in table.to_pylist()]
+    scored = [
+        row | {"reward": rewards[key], "reward_extra": "{}"}
+        for row in sorted(rows, key=lambda row: [row[column] for column in KEY_COLUMNS])
+        if (key := (row["index"], row["repeat"])) in rewards
+    ]
+    names = [*SCORED_COLUMNS, "reward", "reward_extra"]
+    table = pa.Table.from_pylist(scored, schema=pa.schema([SCHEMA.field(column) for column in names]))
+    write_tables_durably(score_table(run.root, name), [table], {}, table.schema)
+    forget_old_digests(score_table(run.root, name))
 
 
 class RunLife(RuleBasedStateMachine):

@@ -174,7 +174,7 @@ async def _generate(
         executor = Executor(
             sink,
             LocalBackend(setup.make_worker(engine, [loop])),
-            load_row=rows.row,
+            load_row=lambda key: rows.row(key.index),
             max_in_flight=in_flight_limit(settings),
             adaptive=True,
             engine=engine,

@@ -83,7 +83,7 @@ class GenerationLoopManager(AgentLoopManager):  # type: ignore[misc]
         run = Executor(
             results,
             RayBackend(lambda: recipe),
-            load_row=lambda index: sample_row(index, rows[index]),
+            load_row=lambda key: sample_row(key.index, rows[key.index]),
             max_in_flight=max_in_flight,
             workers=self.rollout_config.agent.num_workers,
             attempt_timeout=600.0,
