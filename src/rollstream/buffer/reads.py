@@ -307,8 +307,14 @@ class Reads:
             )
             return len(items), Verdict(*verdict)
 
-        done, removals = await self._each("judge", parts_of(groups)[0], call)
-        await self._store.judge([Judged(group.id, n, *verdict) for group, (n, verdict) in done], removals)
+        part = parts_of(groups)[0]
+        done, removals = await self._each("judge", part, call)
+        judged = [Judged(group.id, n, *verdict, group.timed_out) for group, (n, verdict) in done]
+        # A group that still grows stays, for its other items would open another one that never gets whole.
+        growing = {group.id: group.n for group in part if group.state == "open"}
+        early = {one.group for one in removals if one.group in growing and one.reason != "damaged"}
+        judged += [Judged(id_, growing[id_], False, False) for id_ in early]
+        await self._store.judge(judged, [one for one in removals if one.group not in early])
         return True
 
     # -- reporting

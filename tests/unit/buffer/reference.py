@@ -184,7 +184,9 @@ class ReferenceStore:
         self.remove(waiting, removals)
         for one in judged:
             group = self.groups.get(one.group)
-            if group not in waiting or group.state not in ("open", "judging") or len(group.items) != one.n:
+            if group not in waiting or group.state not in ("open", "judging"):
+                continue
+            if (len(group.items), group.timed_out) != (one.n, one.timed_out):
                 continue
             group.judged = one.n
             if one.valid:

@@ -200,6 +200,27 @@ def is_valid_group(group, min_valid_group_size, task_type="math"):
         assert await buffer.read_ids() == list(range(20, 25))
 
 
+async def test_a_group_that_a_hook_fails_on_stays_together_while_it_grows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hooks = """
+def is_valid_group(group, min_valid_group_size, task_type="math"):
+    return all(item["messages"][-1]["content"].strip() for item in group[1])
+"""
+    async with served_job(tmp_path, hooks, repeats=4) as buffer:
+        null = [{"role": "assistant", "content": None}]
+        for n in range(4):
+            await buffer.write(item("a", 1, f"a{n}", messages=null))
+
+            async def told(times: int = n + 1) -> bool:
+                return caplog.text.count("is_valid_group raised") == times
+
+            await buffer.until(told)
+            await buffer.until(lambda: buffer.counted(open=int(n < 3), quarantined=int(n == 3), judging=0))
+        (aside,) = (await buffer.get("/v1/quarantine"))[1]["quarantined"]
+        assert (len(aside["rewards"]), aside["reason"]) == (4, "is_valid_group")
+
+
 async def test_a_hook_that_judges_well_does_not_hide_one_that_always_fails(tmp_path: Path) -> None:
     hooks = "\ndef is_valid_group(group):\n    return True\n\n\ndef filter_item(item):\n    return 1 / 0\n"
     async with served_job(tmp_path, hooks) as buffer:

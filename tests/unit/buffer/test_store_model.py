@@ -242,8 +242,8 @@ class StoreMachine(RuleBasedStateMachine):
             self.same(self.store.return_read(what), lambda: self.model.return_read(what))
 
     @precondition(lambda self: self.model.unjudged(["own", "math"]))
-    @rule(data=st.data(), behind=st.booleans())
-    def judge(self, data: st.DataObject, behind: bool) -> None:
+    @rule(data=st.data(), behind=st.sampled_from(["", "", "items", "time"]))
+    def judge(self, data: st.DataObject, behind: str) -> None:
         waiting = self.model.unjudged(["own", "math"])
         assert self.run(self.store.unjudged(["own", "math"], 1000)) == [group.seen() for group in waiting]
         judged, removals = [], []
@@ -252,8 +252,9 @@ class StoreMachine(RuleBasedStateMachine):
             if verdict in ("error", "dropped"):
                 removals.append(Removal(group.id, "is_valid_group", "No" if verdict == "error" else None))
             else:
-                count = len(group.items) - behind
-                judged.append(Judged(group.id, count, verdict == "valid", verdict == "finished"))
+                count = len(group.items) - (behind == "items")
+                timed_out = group.timed_out and behind != "time"
+                judged.append(Judged(group.id, count, verdict == "valid", verdict == "finished", timed_out))
         self.same(self.store.judge(judged, removals), lambda: self.model.judge(judged, removals))
 
     @precondition(lambda self: self.model.in_state("quarantined"))

@@ -150,9 +150,11 @@ class Judged(NamedTuple):
 
     group: int
     n: int
-    """Items it had then: a group that has grown since is judged again."""
+    """Items it had then: a group that has grown since, or timed out, is judged again."""
     valid: bool
     finished: bool
+    timed_out: bool = False
+    """Whether it had timed out then."""
 
 
 class Acked(NamedTuple):

@@ -702,7 +702,7 @@ class SqlStore:
         here = {row.id: row for row in rows if row.state in ("open", "judging")}
         for verdict in judged:
             row = here.get(verdict.group)
-            if row is None or row.n != verdict.n:
+            if row is None or (row.n, row.timed_out) != (verdict.n, verdict.timed_out):
                 continue
             row.judged = row.n
             if verdict.valid:
