@@ -19,6 +19,8 @@ STRUCTURED = ("grammar", "json_schema", "regex")
 """They constrain an answer's form; at most one of them."""
 SERVER_SAMPLING = (*PENALTIES, *STRUCTURED, "logit_bias", "min_p", "min_tokens")
 """Both SGLang and vLLM take these."""
+PLAIN = (*PENALTIES, "min_p")
+"""Numbers that `openvino` takes, too."""
 
 
 _NEUTRAL: dict[str, float] = {
@@ -30,7 +32,7 @@ _NEUTRAL: dict[str, float] = {
 
 def server_sampling(*, has_tokenizer: bool) -> tuple[str, ...]:
     """The parameters that a server takes: without its tokenizer it can follow no grammar."""
-    return SERVER_SAMPLING if has_tokenizer else (*PENALTIES, "logit_bias", "min_p", "min_tokens")
+    return SERVER_SAMPLING if has_tokenizer else (*PLAIN, "logit_bias", "min_tokens")
 
 
 def check_extra(extra: Mapping[str, Any]) -> str | None:

@@ -44,6 +44,29 @@ class Reference:
         logprobs = (logits / temperature).log_softmax(-1)
         return logits.argmax(-1).tolist(), logprobs.gather(1, torch.tensor([[i] for i in ids]))[:, 0].tolist()
 
+    def penalized(
+        self,
+        prompt: Sequence[int],
+        length: int,
+        *,
+        repetition_penalty: float,
+        presence_penalty: float,
+        frequency_penalty: float,
+    ) -> tuple[list[int], list[float]]:
+        """A greedy response with penalties, as vLLM defines them, and the raw log-probs of its ids."""
+        torch, ids, raw = self._torch, list[int](), list[float]()
+        for _ in range(length):
+            with torch.no_grad():
+                logits = self._model(torch.tensor([[*prompt, *ids]])).logits[0, -1]
+            scores = logits.clone()
+            for token in {*prompt, *ids}:
+                scores[token] *= repetition_penalty ** (1 if logits[token] < 0 else -1)
+            for token in set(ids):
+                scores[token] -= presence_penalty + frequency_penalty * ids.count(token)
+            ids.append(int(scores.argmax()))
+            raw.append(float(logits.log_softmax(-1)[ids[-1]]))
+        return ids, raw
+
     async def answer(self, prompt: Sequence[int], sampling: SamplingParams) -> Completion:
         """Samples as an engine does: temperature, seed and every way to end, but neither top-p nor top-k.
 

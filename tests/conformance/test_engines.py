@@ -16,6 +16,7 @@ from rollstream.demo import MODEL_PATH
 from rollstream.engine.base import Engine, ScoresIds
 from rollstream.engine.continuation import PartialCompletion
 from rollstream.errors import EngineError, EngineUnavailableError
+from rollstream.sampling import PLAIN
 from rollstream.trajectory import Completion, SamplingParams
 from tests.conformance.engines import NAMES, missing, started
 from tests.conformance.reference import END, Reference
@@ -98,6 +99,22 @@ async def test_logprobs_are_of_the_kind_it_says(
     assert len({tuple(completion.token_ids) for completion in answers}) > 15
     without = await engine.generate(prompts[0], replace(HOT, logprobs=False), request_id="a")
     assert without.logprobs is None and without.token_ids
+
+
+async def test_penalties_and_min_p(
+    request: pytest.FixtureRequest, engine: Engine, prompts: list[list[int]], reference: Reference
+) -> None:
+    if "stub" in request.node.name or not set(PLAIN) <= set(engine.capabilities.extra_sampling):
+        pytest.skip("it says it takes none")
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 1.1}
+    how = replace(GREEDY, ignore_eos=True, extra=penalties)
+    plain = replace(how, extra={})
+    narrow = replace(HOT, max_tokens=24, ignore_eos=True, extra={"min_p": 0.999})  # the likeliest one
+    answers = await answer(engine, [(prompts[0], each) for each in (how, plain, narrow)])
+    wanted, raw = reference.penalized(prompts[0], 24, **penalties)
+    assert answers[0].token_ids == wanted != answers[1].token_ids == answers[2].token_ids
+    if engine.capabilities.logprobs == "raw":
+        assert answers[0].logprobs == pytest.approx(raw, abs=TOLERANCE)
 
 
 async def test_log_probs_of_given_ids(

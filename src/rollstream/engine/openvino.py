@@ -22,7 +22,7 @@ from rollstream.engine.embedded import Restarted, read_settings
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.openvino_weights import lay_out_weights
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError
-from rollstream.sampling import sampling_changes
+from rollstream.sampling import PLAIN, sampling_changes
 from rollstream.scratch import ScratchFolder
 from rollstream.trajectory import Completion, SamplingParams
 
@@ -444,6 +444,7 @@ class OpenVINOEngine:
             update_weights=True,
             max_model_len=min(length for length in lengths if length is not None),
             vocab_size=self._limits.vocab_size,
+            extra_sampling=PLAIN if self._load.temperature is None else (),
             scores=self._load.temperature is None,
         )
         return worker

@@ -26,6 +26,7 @@ from openvino_genai import py_openvino_genai
 from rollstream.childproc import Parent
 from rollstream.engine.embedded import StopTexts
 from rollstream.engine.openvino import TO_WORKER, Add, Done, End, Load, Loaded, StepResults
+from rollstream.sampling import PENALTIES
 from rollstream.trajectory import SamplingParams
 
 BLOCK_TOKENS = 32
@@ -233,6 +234,10 @@ def _open_request(pipeline: Any, add: Add, scale: float) -> Any:
         config.rng_seed = random.getrandbits(31) if how.seed is None else how.seed
         if how.top_k > 0:
             config.top_k = how.top_k
+        config.min_p = how.extra.get("min_p", 0.0)
+    for penalty in PENALTIES:
+        if penalty in how.extra:
+            setattr(config, penalty, how.extra[penalty])
     if how.stop_token_ids:
         config.stop_token_ids = set(how.stop_token_ids)
     if how.ignore_eos:

@@ -89,7 +89,9 @@ class SGLangReplica(ServerReplica):
             vocab_size=self._vocab_size,
             # SGLang looks at stop_token_ids only where it looks at the end token.
             stop_token_ids_with_ignore_eos=False,
-            extra_sampling=() if self._is_rollstream else server_sampling(has_tokenizer=has_tokenizer),
+            extra_sampling=tuple(own.get("extra_sampling", ()))
+            if self._is_rollstream
+            else server_sampling(has_tokenizer=has_tokenizer),
             scores=bool(own.get("scores")),
         )
 

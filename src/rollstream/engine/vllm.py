@@ -115,7 +115,9 @@ class VLLMReplica(ServerReplica):
             update_weights=self._is_dev and self._route == GENERATE and not await self._keeps_output_layer(),
             max_model_len=max_model_len,
             vocab_size=self._limits.vocab_size,
-            extra_sampling=server_sampling(has_tokenizer=stop_strings) if own is None else (),
+            extra_sampling=server_sampling(has_tokenizer=stop_strings)
+            if own is None
+            else tuple(own.get("extra_sampling", ())),
             scores=own is None,
         )
         return self._capabilities

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rollstream.aio import finish_despite_cancellation
-from rollstream.chat.wires.requests import RequestError, Sampling
+from rollstream.chat.wires.requests import NEUTRAL, RequestError, Sampling, unsupported
 from rollstream.engine.base import Capabilities, Engine
 from rollstream.engine.checks import ids_fit
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.errors import EngineUnavailableError
+from rollstream.sampling import PLAIN
 from rollstream.trajectory import Completion, SamplingParams
 
 _RECOVERY_S = 30.0
@@ -212,7 +213,7 @@ def build_sampling(
         more_stop_ids: ids that end the answer as well.
 
     Raises:
-        RequestError: stops that cannot be, or ids outside the vocabulary.
+        RequestError: stops that cannot be, ids outside the vocabulary, or what the engine does not know.
     """
     if asked.n < 1:
         raise RequestError(f"n must be at least 1, not {asked.n}", param="n")
@@ -225,6 +226,9 @@ def build_sampling(
         raise RequestError(
             f"stop_token_ids hold an id outside the vocabulary of {vocab_size} ids", param="stop_token_ids"
         )
+    extra = {name: value for name in PLAIN if (value := getattr(asked, name)) is not None}
+    for name in extra.keys() - capabilities.extra_sampling:
+        raise unsupported(name, f"is supported with the value {NEUTRAL[name]} only")
     top_k = -1 if asked.top_k is None else asked.top_k
     if vocab_size is not None and top_k >= vocab_size:
         top_k = -1  # beyond the vocabulary it takes nothing away, and not every engine takes such a number
@@ -238,6 +242,7 @@ def build_sampling(
         stop=asked.stops,
         stop_token_ids=tuple(dict.fromkeys([*asked.stop_token_ids, *more_stop_ids])),
         ignore_eos=asked.ignore_eos,
+        extra=extra,
     )
 
 

@@ -120,6 +120,7 @@ REFUSED: list[dict[str, Any]] = [
     {**asking(n=40), "input_ids": [[5], [6]]},
     asking(stop=""),
     asking(frequency_penalty=1),
+    asking(min_p=0.1),
     asking(regex="a+"),
     {**asking(), "sampling_params": [{}, {}]},
     {**asking(), "sampling_params": 5},
