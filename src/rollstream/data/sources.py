@@ -351,10 +351,12 @@ def expand_paths(names: Iterable[str]) -> list[Path]:
     come sorted by name. What leads to nothing stays: `open_source` says why.
 
     Raises:
-        DataError: A folder has files of several formats.
+        DataError: A folder has files of several formats, or a name is an address.
     """
     paths: list[Path] = []
     for name in names:
+        if "://" in str(name):
+            raise DataError(f"{name}: nothing is downloaded from addresses")
         path = Path(name).expanduser()
         matches = [] if path.exists() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207  may be absolute
         for match in [Path(each) for each in matches] or [path]:

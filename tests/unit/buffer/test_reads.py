@@ -212,11 +212,12 @@ def is_valid_group(group, min_valid_group_size, task_type="math"):
         for n in range(4):
             await buffer.write(item("a", 1, f"a{n}", messages=null))
 
-            async def told(times: int = n + 1) -> bool:
-                return caplog.text.count("is_valid_group raised") == times
+            async def judged(times: int = n + 1) -> bool:
+                whole = int(times == 4)
+                told = caplog.text.count("is_valid_group raised") == times
+                return told and await buffer.counted(open=1 - whole, quarantined=whole, judging=0)
 
-            await buffer.until(told)
-            await buffer.until(lambda: buffer.counted(open=int(n < 3), quarantined=int(n == 3), judging=0))
+            await buffer.until(judged)
         (aside,) = (await buffer.get("/v1/quarantine"))[1]["quarantined"]
         assert (len(aside["rewards"]), aside["reason"]) == (4, "is_valid_group")
 

@@ -116,13 +116,14 @@ data.reward_fn_key=source
 
 
 @pytest.mark.parametrize("word", (WRONG + VERLS).split("\n")[1:-1])
-def test_what_is_wrong_is_named_by_its_key(word: str) -> None:
+def test_what_is_wrong_is_named_by_its_key(word: str, caplog: pytest.LogCaptureFixture) -> None:
     if not word:
         return
     with pytest.raises(ConfigError) as caught:
         to_settings(compose([word]))
     key = word.lstrip("+").partition("=")[0]
     assert key.rpartition(".")[2] in str(caught.value) or "${" in word
+    assert "nothing here depends on" not in caplog.text
 
 
 def test_all_problems_are_said_at_once(tmp_path: Path) -> None:

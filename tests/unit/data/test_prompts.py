@@ -75,6 +75,8 @@ def test_files_by_a_pattern_and_by_a_folder(tmp_path: Path) -> None:
         load_prompts(data_settings(shards))
     with pytest.raises(DataError, match="no such file"):
         load_prompts(data_settings(shards / "*.csv"))
+    with pytest.raises(DataError, match=r"hdfs://there/a\.parquet: nothing is downloaded"):
+        load_prompts(data_settings("hdfs://there/a.parquet"))
     (shards / "a-[0].jsonl").write_bytes((shards / "c.jsonl").read_bytes())
     assert len(load_prompts(data_settings(shards / "a-[0].jsonl"))) == len(ROWS)  # a name, not a pattern
 

@@ -59,9 +59,10 @@ class VerlKeys:
                 fine, why = rule
                 # An interpolation of a config group's names another key, which is looked at by itself.
                 is_elsewhere = path not in written and isinstance(value, str) and value.startswith("${")
-                if not (value is None or value in fine or is_elsewhere):
+                if value is None or value in fine or is_elsewhere:
+                    notes.setdefault(_NO_EFFECT, []).append(path)
+                else:
                     problems.append(f"{path}={value}: {why}")
-                notes.setdefault(_NO_EFFECT, []).append(path)
             elif parent is not None or path.endswith("_target_"):
                 notes.setdefault(_NO_EFFECT, []).append(parent or path)
             else:
