@@ -43,7 +43,7 @@ def make_run(root: Path, rollouts: int, *, shard: int | None, longest: int) -> N
     if shard is not None:
         identity[SHARD_IDENTITY] = f"{shard}/{SHARDS}"
     manifest = new_manifest(n=N, identity=identity, dataset={}, versions={}, config={})
-    with open_run(lock_run(root), root, manifest, config_yaml="{}\n", fresh=True) as run:
+    with open_run(lock_run(root), root, manifest, config_yaml="{}\n") as run:
         templates = [build_table([_record(i, longest) for i in _numbers(part)]) for part in range(4)]
         for number in range(rollouts // BATCH_ROWS):
             template = templates[number % len(templates)]
@@ -53,7 +53,7 @@ def make_run(root: Path, rollouts: int, *, shard: int | None, longest: int) -> N
                 0, template.schema.field(0), pa.array(index)
             )
             write_tables_durably(run.paths.batch(number), [table], batch_metadata(run.manifest.run_id_bytes))
-    with open_run(lock_run(root), root, manifest, config_yaml="{}\n", fresh=False) as run:
+    with open_run(lock_run(root), root, manifest, config_yaml="{}\n") as run:
         write_checkpoint(run.paths, run.manifest, run.state, total=rollouts)
 
 

@@ -112,7 +112,7 @@ async def measure(workers: int, sizes: Sizes, rollouts: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
         manifest = new_manifest(n=1, identity={}, dataset={}, versions={}, config={})
-        run = open_run(lock_run(root), root, manifest, config_yaml="", fresh=True)
+        run = open_run(lock_run(root), root, manifest, config_yaml="")
         writer = StoreWriter(run, save_batch_size=10**9, pull_timeout=1e6)
         writer.start()
         keys = run.state.keys

@@ -33,7 +33,7 @@ BATCH_ROWS = 1000
 def make_run(root: Path, rollouts: int) -> None:
     """Writes a sealed run of this many rollouts."""
     manifest = _manifest()
-    with open_run(lock_run(root), root, manifest, config_yaml="{}\n", fresh=True) as run:
+    with open_run(lock_run(root), root, manifest, config_yaml="{}\n") as run:
         run_id = run.manifest.run_id_bytes
         codec = RecordCodec()
         records = [
@@ -72,7 +72,7 @@ def measure_open(root: Path, rollouts: int) -> dict[str, float]:
     """In this process: opens the run and asks for what is owed."""
     before = peak_rss_mb()
     started = time.perf_counter()
-    with open_run(lock_run(root), root, _manifest(), config_yaml="{}\n", fresh=False) as run:
+    with open_run(lock_run(root), root, _manifest(), config_yaml="{}\n") as run:
         order = np.arange(rollouts // N)
         done, _ = run.state.keys.count(order)
         owed = next(run.state.keys.owed(order, retry_failed=False), None)

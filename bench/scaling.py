@@ -84,7 +84,7 @@ async def measure_store(rollouts: int) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
         manifest = new_manifest(n=1, identity={}, dataset={}, versions={}, config={})
-        run = open_run(lock_run(root), root, manifest, config_yaml="", fresh=True)
+        run = open_run(lock_run(root), root, manifest, config_yaml="")
         # Nothing is sealed while it commits, so that the two can be told apart.
         writer = StoreWriter(run, save_batch_size=10**9, pull_timeout=1e6, segment_bytes=1 << 40)
         writer.start()
@@ -94,7 +94,7 @@ async def measure_store(rollouts: int) -> dict[str, dict[str, float]]:
         await writer.close(seal=False)
         run.close()
 
-        run = open_run(lock_run(root), root, manifest, config_yaml="", fresh=False)
+        run = open_run(lock_run(root), root, manifest, config_yaml="")
         writer = StoreWriter(run, save_batch_size=BATCH_ROWS, pull_timeout=1e6)
         writer.start()
         cpu, started = cpu_seconds(), time.perf_counter()
@@ -115,7 +115,7 @@ async def measure_shards(rollouts: int) -> dict[str, dict[str, float]]:
         for number, root in enumerate(roots):
             identity = {SHARD_IDENTITY: f"{number}/{SHARDS}"}
             manifest = new_manifest(n=1, identity=identity, dataset={}, versions={}, config={})
-            with open_run(lock_run(root), root, manifest, config_yaml="{}\n", fresh=True) as run:
+            with open_run(lock_run(root), root, manifest, config_yaml="{}\n") as run:
                 made = [codec.encode(make_rollout(index)) for index in range(number, rollouts, SHARDS)]
                 writer = StoreWriter(run, save_batch_size=BATCH_ROWS, pull_timeout=1e6)
                 writer.start()

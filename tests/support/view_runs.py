@@ -62,7 +62,6 @@ def opened(root: Path, n: int = 4, prompts: int = 0, **identity: Any) -> Iterato
     with open_run(
         *(lock_run(root), root, manifest(n, prompts, **identity)),
         config_yaml="{}\n",
-        fresh=False,
         tokenizer=(MODEL_PATH / "tokenizer.json").read_bytes(),
     ) as run:
         yield run

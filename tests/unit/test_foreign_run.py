@@ -146,7 +146,7 @@ def test_answers_without_text_are_read_by_the_tokenizer_that_the_run_keeps(
 @pytest.mark.parametrize(
     "name",
     [
-        *("run.json", "checkpoint.json", "exports.json", "tokenizer.json", "run.lock", "scores/active"),
+        *("run.json", "checkpoint.json", "exports.json", "tokenizer.json", "run.lock"),
         *("batches/batch_000000.parquet", "batches/_SHA256SUMS", "trajectories.parquet", "failed/000000.rsj"),
     ],
 )
@@ -222,11 +222,17 @@ async def test_a_small_file_that_holds_very_much_is_not_read(foreign: Path, tmp_
 
 def test_a_link_of_a_temporary_name_leads_nowhere(foreign: Path, tmp_path: Path) -> None:
     (tmp_path / "profile").write_text("mine")
-    for name in ("checkpoint.json.tmp", "exports.json.tmp", "trajectories.parquet.tmp", "scores/active.tmp"):
+    for name in (
+        "checkpoint.json.tmp",
+        "exports.json.tmp",
+        "trajectories.parquet.tmp",
+        "scores/mine.parquet.tmp",
+    ):
         (foreign / name).parent.mkdir(exist_ok=True)
         (foreign / name).symlink_to(tmp_path / "profile")
     assert main(["export", str(foreign), "--format", "jsonl"]) == 0
-    assert main(["score", str(foreign), "--reward", "mine.py", "--processes", "1"]) == 0
+    score = ["score", str(foreign), "--reward", "mine.py", "--name", "mine", "--processes", "1"]
+    assert main(score) == 0
     assert (tmp_path / "profile").read_text() == "mine"
 
 

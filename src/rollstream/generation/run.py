@@ -196,8 +196,7 @@ def _open(plan: GenerationPlan, stack: AsyncExitStack, report: ScoreReport | Non
     root, mode = plan.run_dir, plan.settings.generation.resume
     lock = lock_run(root)
     try:
-        if mode != "never":
-            _adopt(root, plan, report)
+        _adopt(root, plan, report)
         if mode == "extend":
             extend_run(root, plan.manifest, plan.visited_keys, plan.config_yaml)
     except BaseException:
@@ -208,7 +207,6 @@ def _open(plan: GenerationPlan, stack: AsyncExitStack, report: ScoreReport | Non
         root,
         plan.manifest,
         config_yaml=plan.config_yaml,
-        fresh=mode == "never",
         tokenizer=plan.setup.tokenizer.to_json(),
     )
     stack.callback(run.close)
@@ -251,7 +249,8 @@ def check_run_directory(plan: GenerationPlan, manifest: Manifest | None) -> tupl
         return None, True
     if generation.resume == "never":
         raise RunDirectoryError(
-            f"{root} already holds a run (created {manifest.created}) and generation.resume=never"
+            f"{root} already holds a run (created {manifest.created}) and generation.resume=never. "
+            "Choose an empty trainer.default_local_dir, or generation.resume=auto to continue it."
         )
     if manifest.identity == wanted.identity and manifest.reward == wanted.reward:
         return None, False

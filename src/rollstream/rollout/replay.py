@@ -356,7 +356,7 @@ def _opened(folder: Path, wanted: Manifest) -> Iterator[RunDirectory]:
         found = read_manifest(folder)
         if found is not None and found.identity == wanted.identity and found.n < wanted.n:  # it was extended
             write_manifest(folder, msgspec.structs.replace(found, n=wanted.n))
-        yield open_run(lock, folder, wanted, config_yaml="", fresh=False)
+        yield open_run(lock, folder, wanted, config_yaml="")
     except IdentityMismatchError as error:
         raise ConfigError(
             f"the scores {folder.stem!r} are of another run or reward, or of what its file said then: choose another "

@@ -267,7 +267,7 @@ async def _open_run(
     path = Path(settings.trainer.default_local_dir).expanduser()
     tokenizer, text = setup.tokenizer.to_json(), to_stored_yaml(given)
     run = await in_daemon_thread(
-        lambda: open_run(lock_run(path), path, manifest, config_yaml=text, fresh=False, tokenizer=tokenizer)
+        lambda: open_run(lock_run(path), path, manifest, config_yaml=text, tokenizer=tokenizer)
     )
     stack.callback(run.close)
     stack.enter_context(log_to_file(run.paths.logs, settings.generation.log_level))

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from rollstream.errors import DamageError
 from rollstream.untrusted import open_regular
 
 _FILE_MAGIC = b"RSJ\x01\r\n\x1a\n"
@@ -130,14 +129,6 @@ def scan(path: Path, run_id: bytes, report: ScanReport, start: int = FILE_HEADER
             if following is None:
                 return
             offset = following
-
-
-def read_frame(file: BinaryIO, offset: int) -> Frame:
-    """The frame that a scan found at an offset. Raises `DamageError` if it is not there any more."""
-    frame, reason = _read_frame(file, offset, os.fstat(file.fileno()).st_size)
-    if frame is None:
-        raise DamageError(f"{file.name}: offset {offset}: {reason or 'unfinished frame'}")
-    return frame
 
 
 def _read_frame(file: BinaryIO, offset: int, size: int) -> tuple[Frame | None, str | None]:

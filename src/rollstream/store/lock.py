@@ -78,9 +78,9 @@ class RunLock:
 
 
 @contextmanager
-def locked(root: Path, name: str = "run.lock") -> Iterator[None]:
-    """Holds a lock in a folder that is there. Raises `RunDirectoryError`."""
-    lock = RunLock(root / name)
+def locked(root: Path) -> Iterator[None]:
+    """Holds the lock of a run directory that is there. Raises `RunDirectoryError`."""
+    lock = RunLock(root / "run.lock")
     try:
         lock.acquire()
     except OSError as error:

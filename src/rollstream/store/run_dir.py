@@ -17,13 +17,12 @@ from rollstream.errors import (
     StorageError,
 )
 from rollstream.store.batch import DamagedFileError
-from rollstream.store.journal import ScanReport, scan, sync_folder, write_file_durably
+from rollstream.store.journal import sync_folder, write_file_durably
 from rollstream.store.keys import KeyStates, RunState
 from rollstream.store.lock import RunLock
 from rollstream.store.manifest import Manifest, check_identity, check_reward, read_manifest, write_manifest
 from rollstream.store.merge import Artifact, merge_batches
 from rollstream.store.paths import RunPaths, forget_batches, missing_batches
-from rollstream.store.records import RecordCodec
 from rollstream.store.recovery import copy_rollouts, quarantine_batch, recover
 from rollstream.store.run import Run
 from rollstream.store.scores import score_folder
@@ -135,7 +134,6 @@ def open_run(
     wanted: Manifest,
     *,
     config_yaml: str,
-    fresh: bool,
     tokenizer: bytes | None = None,
 ) -> RunDirectory:
     """Opens a run for writing: a new one, or the one of the same identity that is there.
@@ -145,7 +143,6 @@ def open_run(
         root: the run directory.
         wanted: manifest of the run asked for; its run id is used for a new run only.
         config_yaml: the resolved configuration, written to `config.yaml` of a new run.
-        fresh: refuse a folder that holds a run with anything in it (`generation.resume=never`).
         tokenizer: content of `tokenizer.json`, which the run keeps so that its texts can be read anywhere.
 
     Raises:
@@ -161,11 +158,6 @@ def open_run(
             refuse_foreign_data(paths)
             _create(paths, wanted, config_yaml)
             manifest = wanted
-        elif fresh:
-            raise RunDirectoryError(
-                f"{root} already holds a run (created {manifest.created}) and generation.resume=never. "
-                "Choose an empty trainer.default_local_dir, or generation.resume=auto to continue it."
-            )
         else:
             check_identity(root, manifest.identity, wanted.identity, extend=False)
             check_reward(root, manifest, wanted)
@@ -245,15 +237,10 @@ def check_positions(root: Path, manifest: Manifest, prompt_keys: Iterable[str | 
 
     A row that has only failed may also be one that is not visited any more, as an overlong prompt.
     """
-    keys: dict[int, str] = {}
-    failed: dict[int, str] = {}
-    for table in Run(root, manifest).rows(["index", "prompt_key"]):
+    keys, run = dict[int, str](), Run(root, manifest)
+    for table in run.rows(["index", "prompt_key"]):
         keys.update(zip(table["index"].to_pylist(), table["prompt_key"].to_pylist(), strict=True))
-    codec = RecordCodec()
-    for path in RunPaths(root).failure_files():
-        for frame in scan(path, manifest.run_id_bytes, ScanReport()):
-            if frame.index not in keys:
-                failed[frame.index] = codec.decode_failure(frame.body).prompt_key
+    failed = {one.index: one.prompt_key for one in run.failures() if one.index not in keys}
     keys |= failed
     for index, key in enumerate(prompt_keys):
         if keys.get(index) == key or (key is None and index in failed):

@@ -23,8 +23,8 @@ def manifest(**identity: object) -> Manifest:
     return new_manifest(n=N, identity={"rollout.n": N, **identity}, dataset={}, versions={}, config={"a": 1})
 
 
-def open_dir(root: Path, *, fresh: bool = False, **identity: object) -> RunDirectory:
-    return open_run(lock_run(root), root, manifest(**identity), config_yaml="a: 1\n", fresh=fresh)
+def open_dir(root: Path, **identity: object) -> RunDirectory:
+    return open_run(lock_run(root), root, manifest(**identity), config_yaml="a: 1\n")
 
 
 @contextlib.contextmanager

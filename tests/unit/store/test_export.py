@@ -188,8 +188,8 @@ async def test_a_run_that_is_written_or_read_only_is_exported_elsewhere(
 
 async def test_an_export_says_of_what_it_was_made_and_when_it_is_older(tmp_path: Path) -> None:
     run = await finished(tmp_path / "run")
-    for name, file in (("jsonl", "trajectories.jsonl"), ("sft", "trajectories_sft.jsonl")):
-        export_run(run, name, options={"best": 1} if name == "sft" else {})
+    for name in ("jsonl", "zip", "hf", "sft"):
+        file = export_run(run, name, options={"best": 1} if name == "sft" else {}).target.name
         noted = orjson.loads((run / "exports.json").read_bytes())[file]
         assert noted == (run / "trajectories.parquet.sha256").read_text().split()[-2]
     assert read_status(run).stale == []
@@ -198,7 +198,7 @@ async def test_an_export_says_of_what_it_was_made_and_when_it_is_older(tmp_path:
         "trajectories.parquet"
     ]  # the exports are of the artifact that lies beside them
     export_run(run, "parquet")
-    stale = ["trajectories.jsonl", "trajectories_sft.jsonl"]
+    stale = ["trajectories.jsonl", "trajectories.zip", "trajectories_hf", "trajectories_sft.jsonl"]
     assert read_status(run).stale == stale
     assert [note.split()[0] for note in validate_run(run).notes] == stale
     for damaged in ("[1]", "{", '{"trajectories.jsonl": 3}'):  # nothing says of what they were made

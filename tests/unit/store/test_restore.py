@@ -189,20 +189,6 @@ async def test_a_file_system_without_hard_links_gets_a_copy(
     assert validate_run(tmp_path).sound
 
 
-async def test_exports_of_an_earlier_artifact_are_stale(tmp_path: Path) -> None:
-    await merged(tmp_path)
-    for name in ("jsonl", "hf", "zip"):
-        export_run(tmp_path, name)
-    assert read_status(tmp_path).stale == []
-    await commit_all(tmp_path, [rollout(ROLLOUTS)])
-    merge(tmp_path)
-    stale = ["trajectories.jsonl", "trajectories.zip", "trajectories_hf"]
-    assert read_status(tmp_path).stale == stale
-    assert [note.split()[0] for note in validate_run(tmp_path).notes] == stale
-    export_run(tmp_path, "jsonl")
-    assert read_status(tmp_path).stale == stale[1:]
-
-
 async def test_a_zip_of_batches_is_stale_once_there_are_more(tmp_path: Path) -> None:
     await commit_all(tmp_path, [rollout(0)])
     paths, target = RunPaths(tmp_path), tmp_path / "trajectories.zip"

@@ -10,12 +10,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from rollstream.errors import ConfigError, IdentityMismatchError, RunDirectoryError, StorageError
+from rollstream.errors import ConfigError, IdentityMismatchError, StorageError
 from rollstream.store.journal import JournalFile, ScanReport, scan
 from rollstream.store.merge import merge_batches
 from rollstream.store.records import EncodingError, RecordCodec
-from rollstream.store.run import Run
-from rollstream.store.run_dir import lock_run
 from rollstream.store.validate import repair_run, validate_run
 from rollstream.store.writer import StoreWriter
 from tests.support.until import PATIENCE_S
@@ -137,18 +135,6 @@ async def test_damaged_batch_is_quarantined_and_owed_again(tmp_path: Path) -> No
     assert (tmp_path / "damaged" / "batch_000001.parquet").exists()
 
 
-async def test_journal_and_its_batch_both_there_count_once(tmp_path: Path) -> None:
-    await commit_all(tmp_path, [rollout(index) for index in range(3)], seal=False)
-    journal = (tmp_path / "journal" / "000000.rsj").read_bytes()
-    await commit_all(tmp_path, [], seal=True)
-    (tmp_path / "journal" / "000000.rsj").write_bytes(journal)  # a crash between sealing and deleting
-    state = Run.open(tmp_path).state()
-    assert state.keys.done == state.rows == 3
-    with open_dir(tmp_path) as run:
-        assert run.state.keys.done == run.state.rows == 3
-    assert not list((tmp_path / "journal").iterdir())
-
-
 async def test_failures_are_recorded_and_a_later_success_wins(tmp_path: Path) -> None:
     with writing(tmp_path, save_batch_size=10) as (run, writer):
         await asyncio.gather(writer.commit(failure(0)), writer.commit(failure(1)), writer.commit(rollout(2)))
@@ -176,12 +162,6 @@ async def test_what_cannot_be_stored_fails_alone(tmp_path: Path) -> None:
     assert keys_on_disk(tmp_path) == [(0, 0, 0), (2, 0, 0)]
 
 
-def test_second_writer_is_refused_and_named(tmp_path: Path) -> None:
-    with open_dir(tmp_path), pytest.raises(RunDirectoryError, match=r"host .*, process \d+"):
-        lock_run(tmp_path)
-    open_dir(tmp_path).close()
-
-
 async def test_another_identity_touches_nothing(tmp_path: Path) -> None:
     await commit_all(tmp_path, [rollout(0)], seal=False)
     before = {
@@ -194,13 +174,6 @@ async def test_another_identity_touches_nothing(tmp_path: Path) -> None:
         path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"
     }
     assert before == after
-
-
-async def test_never_refuses_a_folder_with_a_run(tmp_path: Path) -> None:
-    open_dir(tmp_path, fresh=True).close()
-    await commit_all(tmp_path, [rollout(0)], seal=False)
-    with pytest.raises(RunDirectoryError, match="resume=never"):
-        open_dir(tmp_path, fresh=True)
 
 
 async def test_a_broken_writer_says_so_to_everyone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
