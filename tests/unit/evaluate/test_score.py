@@ -19,11 +19,13 @@ from rollstream.config.settings import RewardSettings
 from rollstream.errors import ConfigError, RunDirectoryError, StorageError
 from rollstream.evaluate import read_runs
 from rollstream.rollout.replay import ScoreReport, SnapshotRule, score_run, snapshot_rule
+from rollstream.store import run_dir
 from rollstream.store.export.run import export_run
 from rollstream.store.manifest import require_manifest, write_manifest
 from rollstream.store.merge_shards import merge_shards
 from rollstream.store.paths import RunPaths
 from rollstream.store.run import Run
+from rollstream.store.scores import pass_folder
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
 from rollstream.view.sources import RunSource, Sources
@@ -277,6 +279,25 @@ def test_a_rollout_that_is_generated_again_has_no_score_of_the_one_before(tmp_pa
     assert (report.now, report.rollouts, report.mean_reward) == (1, 2, 5.5)
     assert read_status(root, name).mean_reward == 5.5
     assert scored(root, recipe).now == 0, "of two scores under one key the newest is known"
+
+
+@pytest.mark.parametrize("step", ["copy_rollouts", "forget_batches"])
+def test_a_kill_while_what_is_retried_is_taken_out_costs_nothing(
+    tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, recipe = run_of(tmp_path / "run"), reward(tmp_path / "reward.py", HALF)
+    first, done = scored(root, recipe), getattr(run_dir, step)
+
+    def killed(*given: object) -> None:
+        done(*given)
+        raise SystemExit
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(run_dir, step, killed)
+        scored(root, recipe, retry_unscored=True)
+    report = scored(root, recipe, retry_unscored=True)
+    assert (report.now, report.rollouts, report.failed) == (first.failed, 12, first.failed)
+    assert validate_run(pass_folder(root, report.name)).sound
 
 
 def test_a_new_run_in_the_folder_of_an_old_one_has_none_of_its_scores(tmp_path: Path) -> None:
