@@ -237,9 +237,11 @@ def _adopt(root: Path, plan: GenerationPlan, report: ScoreReport | None) -> None
 
 
 def check_run_directory(plan: GenerationPlan, manifest: Manifest | None) -> tuple[Manifest | None, bool]:
-    """The manifest that the run directory is to take, see `adopted_manifest`; whether nothing is done there.
+    """Compares a plan with what its run directory holds. Touches nothing.
 
-    Touches nothing.
+    Returns:
+        the manifest that the directory is to take (see `adopted_manifest`; None where it stays as it is), and whether
+        nothing is done there.
 
     Raises:
         RunDirectoryError: the run directory cannot be used by this run.
@@ -398,7 +400,7 @@ class _OpenRun:
         self.waits.begin(None)
 
     def submit(self, result: Result) -> "asyncio.Future[None]":
-        """See `Sink`. Cuts the run off when all that ended so far failed, before more of the kind is recorded."""
+        """See `Sink`. Stops the run when its first `stop_after_failures` rollouts have all failed with one cause."""
         durable = self._writer.submit(result)
         if durable.done():
             return durable  # it cannot be stored

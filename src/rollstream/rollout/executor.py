@@ -1,4 +1,4 @@
-"""The executor: owed rollouts are dispatched late, executed by workers, and durable here.
+"""Owed rollouts are dispatched as late as possible; workers execute them; this process makes them durable.
 
     this process: keys --WorkQueue--> give --> [ worker 0 ] --\\
                         ^                  --> [ worker 1 ] ---> reports --> Sink --> committed
@@ -8,9 +8,10 @@
                           +-- cannot start, too often in a row --> the slot is given up
 
 The driver owns the keys and the sink; the workers own attempts, retries and the wait for their engine
-(`worker`). A worker that ends costs what was in flight there: that is owed again and charged to no rollout, and
-another worker takes its slot. Which key is whose is decided by `WorkQueue` alone. Where workers run is a
-backend's affair: in this event loop, as processes of this machine, as Ray actors.
+(`worker`). What was in flight in a worker that ends is owed again, and another worker takes its slot. A rollout
+that was alone in a worker that died is charged, and fails after `max_attempts` such deaths. Which key is whose
+is decided by `WorkQueue` alone. Where workers run is a backend's affair: in this event loop, as processes of
+this machine, as Ray actors.
 """
 
 import asyncio
@@ -73,7 +74,7 @@ class WorkerDiedError(RollstreamError):
 
 
 class WorkerHandle(Protocol):
-    """A worker, as the driver holds it. Whatever it awaits raises `ChildDiedError` once the worker is gone."""
+    """A worker, as the driver holds it. Awaiting it when it is gone raises what ended it, mostly `ChildDiedError`."""
 
     async def start(self) -> int:
         """Makes the worker; returns its process id. Raises what `WorkerRecipe.build` raises."""
@@ -81,11 +82,11 @@ class WorkerHandle(Protocol):
 
     async def give(self, items: Sequence[WorkItem]) -> None: ...
     def reports(self) -> AsyncGenerator[WorkerReport, None]:
-        """Ends by raising what ended the worker."""
+        """Yields reports; raises what ended the worker."""
         ...
 
     async def follow(self, urls: Sequence[str]) -> None:
-        """The engine's servers are others now."""
+        """Says which servers the engine has now."""
         ...
 
     async def drop(self) -> None:
@@ -99,7 +100,7 @@ class WorkerHandle(Protocol):
 
 
 class WorkerBackend(Protocol):
-    """Where workers run."""
+    """Makes workers in one kind of place: this event loop, processes, Ray actors."""
 
     is_local: bool
     """Whether in this event loop, so that nothing has to travel."""
@@ -107,7 +108,7 @@ class WorkerBackend(Protocol):
     """Whether workers can read the files that the driver reads."""
 
     def spawn(self, number: int) -> WorkerHandle:
-        """A new worker, not started. Raises `ConfigError` when its options are refused."""
+        """Makes a worker, not started. Raises `ConfigError` when its options are refused."""
         ...
 
 
@@ -115,13 +116,13 @@ class Sink(Protocol):
     """Makes results durable: a `StoreWriter`, a rollout buffer."""
 
     def submit(self, result: Any, /) -> Awaitable[None]:
-        """Done when the result is durable; raises `EncodingError` if this one cannot be stored."""
+        """Stores a result; what is returned is done when it is durable, or has `EncodingError`: it cannot be stored."""
         ...
 
 
 @dataclass(slots=True)
 class WindowCounters:
-    """What became of rollouts; those that completed or failed are durable."""
+    """Counts of rollouts by outcome; those that completed or failed are durable."""
 
     completed: int = 0
     failed: int = 0
@@ -130,9 +131,9 @@ class WindowCounters:
 
 
 class FailureStreak:
-    """Whether all rollouts of a process failed so far, with one cause. Pure.
+    """Says whether every rollout since the start has failed, with one cause. Pure.
 
-    One prompt that cannot be used is not enough, however large `n` is: the failures have to be of several.
+    One prompt that cannot be used is not enough, however large `n` is: 8 prompt rows have to fail, or all of fewer.
     """
 
     _ROWS = 8
@@ -150,7 +151,7 @@ class FailureStreak:
         self._limit = 0
 
     def failed(self, failure: Failure) -> bool:
-        """Counts a failure; whether it is hopeless now."""
+        """Counts a failure; returns whether it is hopeless now."""
         self.count += 1
         if not self._limit:
             return False
@@ -163,7 +164,7 @@ class FailureStreak:
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """A number that a worker has, and others after it."""
+    """A place for one worker at a time; its number stays when the worker is replaced."""
 
     number: int
     waiting_since: float = field(default_factory=time.monotonic)
@@ -210,7 +211,7 @@ class Executor:
     engine: object = None
     """Asked how busy it is, where workers share one; None: they have their own."""
     urls: Callable[[], Sequence[str]] | None = None
-    """Of the servers that workers use, where these may change."""
+    """Gives the URLs of the servers that workers use, where these may change."""
     on_durable: Callable[[Any], object] | None = None
     """Called for each rollout or failure once it is durable (R2)."""
 
@@ -237,7 +238,7 @@ class Executor:
         return self._policy.cap
 
     def pause(self, paused: bool) -> None:
-        """While it is paused nothing is begun; what is in flight goes on."""
+        """Stops beginning rollouts, or (False) goes on with it; those in flight go on anyway."""
         if paused != self._paused:
             self._paused = paused
             self._pump_soon()

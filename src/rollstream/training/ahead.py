@@ -66,8 +66,8 @@ OnGroupFailure = Literal["fail", "drop_and_refill"]
 """`fail`: the first group that fails ends generation; `drop_and_refill`: the plan's next one replaces it."""
 
 WeightMode = Literal["drain", "in_flight"]
-"""`drain`: an update waits until nothing is being generated; `in_flight`: it comes between the tokens of what
-is, whose per-token versions tell."""
+"""`drain`: an update waits until nothing is being generated; `in_flight`: an update may come in the
+middle of a generation; each token's version says which weights sampled it."""
 
 TokenVersions = Literal["check", "ignore"]
 """`check`: a group with tokens older than its stamp has failed; `ignore`: the tokens' stamps mean nothing."""
@@ -85,7 +85,7 @@ _CAUSE_S = 1.0
 
 @dataclass(slots=True)
 class GroupCounters:
-    """Groups so far."""
+    """Counts of groups since the start."""
 
     begun: int = 0
     finished: int = 0
@@ -115,7 +115,7 @@ class BatchesAhead(GenerationThread):
         on_group_failure: what happens when a group has failed for good.
         max_failures: groups that may fail one after the other, with `drop_and_refill`.
         filters: each may throw finished groups away; they are replaced.
-        max_drops: groups that may be thrown away one after the other; None: 16 batches, at least 100.
+        max_drops: groups that may be thrown away one after the other; None: as many as 16 batches have, at least 100.
         rank: what goes first with `order="first"`; None: what finished first.
         batch_size: batches of a dynamic size, in place of `groups_per_step` (which must be its `smallest`);
             with a `max_staleness` of 1 or more.
@@ -216,7 +216,7 @@ class BatchesAhead(GenerationThread):
     def under_way(self) -> StepTime | None:
         """The step that was begun by the last `next_batch`, up to now; None before the first one.
 
-        It ends with the next `next_batch`, or `stop`; what happens to be known better of it may be changed.
+        It ends with the next `next_batch`, or `stop`. Its figures may be corrected by the caller until then.
         """
         if self._current is not None:
             self._current.total_s = time.monotonic() - self._asked_at
@@ -242,9 +242,9 @@ class BatchesAhead(GenerationThread):
 
         Args:
             engine_version: what the engine serves then; None: the trainer's, 0 or that of the loaded state.
-            weights: given to the engine before the first group, as by `update_weights`, with
-                `engine_version`: what a new engine needs after `load_state_dict`, also one that has loaded
-                these weights by itself, for it takes them for version 0. None: it serves that version.
+            weights: given to the engine before the first group, as by `update_weights`, with `engine_version`. A new
+                engine needs them after `load_state_dict`, even one that loaded them itself: it believes that
+                they are version 0. None: it serves that version.
 
         Raises:
             WeightUpdateError: the engine did not take `weights`.
@@ -270,7 +270,7 @@ class BatchesAhead(GenerationThread):
         return super().stop(timeout)
 
     def __iter__(self) -> Iterator[GroupBatch]:
-        """All batches; that before is reported as trained when the next one is asked for, if it was not.
+        """Yields all batches. Asking for the next one marks the last as trained, unless the loop did.
 
         The loop's body updates the weights after `trained`, or not at all (an engine that shares the
         trainer's weights still has to be told its version: `update_weights()`).
@@ -328,7 +328,7 @@ class BatchesAhead(GenerationThread):
         return batch
 
     def trained(self, step: int) -> None:
-        """Batch `step` has been trained: a state saved from now on does not owe it any more."""
+        """Notes that batch `step` was trained: a state saved from now on does not owe it any more."""
         with self._changed:
             for group in self._schedule.trained(step):
                 self._tell("observe", group)
@@ -401,10 +401,11 @@ class BatchesAhead(GenerationThread):
             return {**self._schedule.state_dict(), "policies": learnt}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on after what was trained; before `start`, which gives the engine the weights of that step.
+        """Goes on after what was trained. Call it before `start(weights=…)`, with the weights of that step.
 
         Raises:
             ConfigError: the state is of another plan; nothing is changed then.
+            TrainingError: it has been started.
         """
         if self._thread is not None:
             raise TrainingError("load_state_dict comes before start")
