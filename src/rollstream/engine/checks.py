@@ -32,6 +32,8 @@ def read_engine_kwargs(engine: str, kwargs: Mapping[str, Any], defaults: Mapping
     values = dict(defaults)
     for key, value in kwargs.items():
         if key in ("sglang", "vllm", "trtllm"):
+            if not value:  # as verl's own rollout group has them
+                continue
             raise ConfigError(f"engine_kwargs.{key}, verl's, is {_ROLLOUT}.launch.args here")
         if key not in defaults:
             raise unknown_name(f"key in engine_kwargs of engine {engine!r}:", key, defaults)

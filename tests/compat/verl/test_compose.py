@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
+from rollstream.engine.registry import check_engine_config
 from rollstream.errors import ConfigError, EngineError
 from rollstream.integrations.verl.compose import compose_verl, verl_identity
 from rollstream.integrations.verl.plugin import register
@@ -123,7 +124,12 @@ def test_a_file_over_verls_own_groups_is_taken(tmp_path: Path, groups: str) -> N
     )
     settings = to_settings(compose([f"actor_rollout_ref.model.path={MODEL_PATH}"], layers=[file]))
     assert (settings.actor_rollout_ref.rollout.n, settings.data.files) == (3, ["mine.parquet"])
-    assert settings.actor_rollout_ref.rollout.load_format == "auto"  # verl's is dummy
+    rollout = settings.actor_rollout_ref.rollout
+    assert rollout.load_format == "auto"  # verl's is dummy
+    servers = {"server_urls": ["http://127.0.0.1:9"], "engine_kwargs": rollout.engine_kwargs}
+    check_engine_config(
+        rollout.name, model_path=MODEL_PATH, **servers
+    )  # verl's groups have engine_kwargs.vllm
     file.write_text(f"{file.read_text()}reward: {{custom_reward_function: {{path: reward.py}}}}\n")
     settings = to_settings(compose(["data.max_response_length=77"], layers=[file]))
     assert settings.custom_reward_function.path == "reward.py"

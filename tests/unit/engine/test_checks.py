@@ -117,7 +117,7 @@ def test_log_probs_of_the_other_kind_are_refused_where_they_differ(kind: Any) ->
 
 def test_engine_kwargs() -> None:
     defaults = {"size": 1, "timeout": 2.0, "fast": False, "name": ""}
-    values = read_engine_kwargs("x", {"timeout": 3, "fast": True}, defaults)
+    values = read_engine_kwargs("x", {"timeout": 3, "fast": True, "vllm": {}, "trtllm": None}, defaults)
     assert values == {"size": 1, "timeout": 3.0, "fast": True, "name": ""}
     for key in ("timeuot", "sglang"):  # the latter is verl's place for arguments of a server
         with pytest.raises(ConfigError, match=key):
