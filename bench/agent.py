@@ -184,13 +184,10 @@ class Stack:
         self.prompt = [{"role": "user", "content": text_of(tokenizer, PROMPT_TOKENS - frame)}]
         length = (turns + 1) * (ANSWER_TOKENS + 2 * RESULT_TOKENS + 100)
         self.sampling = SamplingParams(length, seed=1)
-        self._resources = AgentResources(
-            self.engine,
-            tokenizer,
-            PromptRenderer(tokenizer, prompt_length=1024, truncation="error", tool_schemas=schemas),
-            length,
-            tools=self.toolbox,
+        self._prompts = PromptRenderer(
+            tokenizer, prompt_length=1024, truncation="error", tool_schemas=schemas
         )
+        self._resources = AgentResources(self.engine, tokenizer, self._prompts, length, tools=self.toolbox)
         self._tokenizer = tokenizer
         self._package = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
         self._given: list[tuple[list[int], str]] = []
@@ -233,7 +230,7 @@ class Stack:
         }
 
     async def _run_floor(self, number: int) -> None:
-        ids = list(self._resources.prompts.render(self.prompt, prompt_key="floor"))
+        ids = list(self._prompts.render(self.prompt, prompt_key="floor"))
         for given, _ in [*self._given, ([], "")]:
             completion = await self.engine.generate(ids, self.sampling, request_id=str(number))
             ids += completion.token_ids
@@ -244,7 +241,7 @@ class Stack:
         return ids
 
     async def _run_new_text(self, number: int, encode: Callable[[str], list[int]]) -> None:
-        ids = list(self._resources.prompts.render(self.prompt, prompt_key="floor"))
+        ids = list(self._prompts.render(self.prompt, prompt_key="floor"))
         for _, text in [*self._given, ([], "")]:
             completion = await self.engine.generate(ids, self.sampling, request_id=str(number))
             ids += completion.token_ids

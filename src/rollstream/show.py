@@ -35,7 +35,7 @@ def print_trajectory(found: FoundTrajectory, *, tokens: bool, console: Console |
     if row["reward_extra"]:
         line(f"reward says {orjson.dumps(row['reward_extra']).decode()}")
     if not row["prompt_ids"]:
-        line("text only: the run had no tokenizer, so there are no token ids")
+        line("text only: a hosted model gives no token ids")
     elif row["extra"].get("token_exact") is False:
         line("token ids are the local tokenizer's, not those that were sampled")
     line(f"ground truth {orjson.dumps(row['ground_truth']).decode()}")

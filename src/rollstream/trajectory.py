@@ -133,7 +133,7 @@ class Trajectory:
     """A training row. Arrays over the response have the length of `response_ids`."""
 
     prompt_ids: list[int]
-    """The ids sent to the engine for the first generation. Without a tokenizer there are no ids: this and the
+    """The ids sent to the engine for the first generation. A hosted model gives no ids: this and the
     arrays over the response are empty, and the lengths are in `extra["usage"]`."""
     response_ids: list[int]
     """Everything after the prompt: model tokens and tool, user and template tokens."""

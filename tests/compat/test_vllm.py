@@ -369,7 +369,7 @@ async def test_its_chat_route_with_the_openai_engine(
     try:
         how = replace(GREEDY, logprobs=False)
         for text, prompt in zip(QUESTIONS, prompts, strict=True):
-            asked = ChatPrompt([{"role": "user", "content": text}], prompt)
+            asked = ChatPrompt([{"role": "user", "content": text}])
             answer = await engine.chat(asked, how, request_id="a")
             whole = reference.text((await reference.answer(prompt, how)).token_ids[:-1])
             assert answer.message is not None

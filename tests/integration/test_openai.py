@@ -7,10 +7,9 @@ from typing import Any
 import orjson
 import pytest
 
-from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.cli import main as cli
 from rollstream.demo import MODEL_PATH
-from rollstream.errors import ConfigError, RollstreamError
+from rollstream.errors import ConfigError
 from rollstream.generation.run import as_config, generate
 from rollstream.store.manifest import read_manifest
 from rollstream.store.validate import validate_run
@@ -20,12 +19,9 @@ from tests.integration.test_agents import FUNCTION, mean_reward, run, words
 from tests.integration.test_images import TOOLS as LOOK
 from tests.integration.test_images import write_rows
 from tests.support.serving import Served
-from tests.unit.chat.vision import CALL, write_model
 
 pytest.importorskip("openvino_genai")
-TOKENIZER = load_tokenizer(str(MODEL_PATH))
 KEY = "sk-very-secret-0123456789"
-NO_TOKENIZER = {"actor_rollout_ref.model.tokenizer_path": "null"}
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +43,13 @@ def chat_words(served: Served, run_dir: Path, *more: str, tools: Path | None = N
     )
 
 
-def check_tokens(row: dict[str, Any], *, tools: bool) -> None:
-    """The ids are the conversation as the template writes it."""
-    messages = orjson.loads(row["messages"])
-    text = TOKENIZER.decode(row["prompt_ids"] + row["response_ids"], skip_special_tokens=False)
-    assert text.startswith(TOKENIZER.decode(row["prompt_ids"], skip_special_tokens=False))
-    for message in messages:
-        assert message["content"] in text
-    assert len(row["response_ids"]) == len(row["response_mask"])
+def check_row(row: dict[str, Any]) -> None:
+    """A hosted model's: messages and lengths, and no ids."""
+    assert (row["prompt_ids"], row["response_ids"], row["response_mask"]) == ([], [], [])
     assert row["response_logprobs"] is None
-    assert orjson.loads(row["extra"])["token_exact"] is False
-    if row["finish_reason"] == "stop":
-        assert row["response_ids"][-1] in TOKENIZER.end_ids
-    if not tools:
-        assert set(row["response_mask"]) == {1}
+    extra = orjson.loads(row["extra"])
+    assert extra["token_exact"] is False
+    assert extra["usage"]["prompt_tokens"] > 0 and extra["usage"]["response_tokens"] > 0
 
 
 def test_a_single_turn_is_as_good_as_the_engine_behind_it(
@@ -68,25 +57,26 @@ def test_a_single_turn_is_as_good_as_the_engine_behind_it(
 ) -> None:
     done = run(chat_words(served, folder / "single"), folder)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "not those that were sampled" in done.stderr
+    assert "neither token ids nor log-probs" in done.stderr
     rows = rows_of(folder / "single")
     for row in rows:
-        check_tokens(row, tools=False)
+        check_row(row)
     native = run(words(folder / "native"), folder)
     assert native.returncode == 0, native.stderr[-3000:]
-    # The same seeds, prompts and weights: what is said is the same, and so are the ids, here where the local
-    # tokenizer is the endpoint's and the model writes as its template does.
+    # The same seeds, prompts and weights: what is said is the same.
     exact = rows_of(folder / "native")
-    assert [row["prompt_ids"] for row in rows] == [row["prompt_ids"] for row in exact]
-    same = sum(row["response_ids"] == other["response_ids"] for row, other in zip(rows, exact, strict=True))
+    said = [[orjson.loads(row["messages"])[-1]["content"] for row in each] for each in (rows, exact)]
+    same = sum(one == other for one, other in zip(*said, strict=True))
     assert same > 0.9 * len(rows)
     assert abs(mean_reward(rows) - mean_reward(exact)) < 0.05
     assert validate_run(folder / "single").sound
     manifest = read_manifest(folder / "single")
     assert manifest is not None
     assert manifest.identity["engine.token_exact"] is False
-    assert cli(["show", str(folder / "single")]) == 0
-    assert "not those that were sampled" in capsys.readouterr().out
+    assert cli(["show", str(folder / "single"), "0", "0"]) == 0
+    assert "a hosted model gives no token ids" in capsys.readouterr().out
+    assert cli(["eval", str(folder / "single")]) == 0
+    assert "mean" in capsys.readouterr().out
 
 
 def test_tools_make_the_model_better_as_with_the_native_engine(folder: Path, served: Served) -> None:
@@ -97,8 +87,7 @@ def test_tools_make_the_model_better_as_with_the_native_engine(folder: Path, ser
     called = [row for row in rows if row["metrics"]["tool_calls"]]
     assert len(called) > 0.9 * len(rows)
     for row in called:
-        check_tokens(row, tools=True)
-        assert {0, 1} == set(row["response_mask"])
+        check_row(row)
         roles = [message["role"] for message in orjson.loads(row["messages"])]
         assert roles[:3] == ["user", "assistant", "tool"]
     assert validate_run(folder / "tools").sound
@@ -107,7 +96,7 @@ def test_tools_make_the_model_better_as_with_the_native_engine(folder: Path, ser
 def stub_words(stub: ChatStub, run_dir: Path, prompts: Path, **more: Any) -> list[str]:
     given = {
         "actor_rollout_ref.model.path": "stub",
-        "actor_rollout_ref.model.tokenizer_path": MODEL_PATH,
+        "actor_rollout_ref.model.tokenizer_path": "null",
         "actor_rollout_ref.rollout.name": "openai",
         "actor_rollout_ref.rollout.server_urls": f"[{stub.url}/v1]",
         "actor_rollout_ref.rollout.calculate_log_probs": "false",
@@ -176,14 +165,14 @@ async def test_an_outage_and_a_storm_cost_no_attempt(tmp_path: Path, prompts: Pa
 
 
 async def test_images_of_rows_and_tools_are_sent_as_data_urls(tmp_path: Path) -> None:
-    write_model(tmp_path / "model")
     write_rows(tmp_path)
     (tmp_path / "tools.py").write_text(LOOK)
 
-    def answer(body: dict[str, Any]) -> str:
+    def answer(body: dict[str, Any]) -> str | dict[str, Any]:
         if body["messages"][-1]["role"] == "tool":
             return "and that"
-        return CALL  # the template shows no tools, so the calls are text
+        call = {"function": {"name": "look", "arguments": {}}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
 
     def sent(body: dict[str, Any]) -> list[str]:
         parts = [
@@ -191,15 +180,8 @@ async def test_images_of_rows_and_tools_are_sent_as_data_urls(tmp_path: Path) ->
         ]
         return [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
 
-    more = {
-        "actor_rollout_ref.model.path": tmp_path / "model",
-        "actor_rollout_ref.model.tokenizer_path": "null",
-        "actor_rollout_ref.rollout.agent.default_agent_loop": "tool_agent",
-        "actor_rollout_ref.rollout.multi_turn.function_tool_path": tmp_path / "tools.py",
-        "actor_rollout_ref.rollout.multi_turn.show_tools": "false",
-        "actor_rollout_ref.rollout.response_length": 256,
-    }
-    async with ChatStub(answer, model="model") as stub:
+    more = {"actor_rollout_ref.rollout.multi_turn.function_tool_path": tmp_path / "tools.py"}
+    async with ChatStub(answer) as stub:
         rows = tmp_path / "rows.jsonl"
         with pytest.raises(ConfigError, match="takes none"):
             await generate(as_config(stub_words(stub, tmp_path / "run", rows, **more)))
@@ -211,11 +193,11 @@ async def test_images_of_rows_and_tools_are_sent_as_data_urls(tmp_path: Path) ->
     assert all(url.startswith("data:image/png;base64,") for body in stub.requests for url in sent(body))
 
 
-async def test_text_without_a_tokenizer(
+async def test_a_run_is_resumed_and_read(
     tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir = tmp_path / "run"
-    more = {**NO_TOKENIZER, "actor_rollout_ref.rollout.max_model_len": 5000}
+    more = {"actor_rollout_ref.rollout.max_model_len": 5000}
     async with ChatStub(lambda body: "two words") as stub:
         words = stub_words(stub, run_dir, prompts, **more)
         stub.faults += [None] * 5 + [ChatFault("status", 400)] * 15
@@ -223,78 +205,45 @@ async def test_text_without_a_tokenizer(
         assert (result.completed, result.failed) == (5, 15)
         result = await generate(as_config([*words, "generation.retry_failed=true"]))  # resumed
         assert (result.completed, result.failed) == (20, 0)
-        with_tokenizer = stub_words(stub, run_dir, prompts)
-        with pytest.raises(RollstreamError, match=r"the tokenizer .*used only now"):
-            await generate(as_config(with_tokenizer))
     rows = rows_of(run_dir)
     assert len(rows) == 20
     for row in rows:
-        assert (row["prompt_ids"], row["response_ids"], row["response_mask"]) == ([], [], [])
-        assert row["response_logprobs"] is None
+        check_row(row)
         assert orjson.loads(row["messages"])[-1] == {"role": "assistant", "content": "two words"}
-        extra = orjson.loads(row["extra"])
-        assert extra["token_exact"] is False
-        assert extra["usage"] == {"prompt_tokens": 10, "response_tokens": 5}
+        assert orjson.loads(row["extra"])["usage"] == {"prompt_tokens": 10, "response_tokens": 5}
     assert validate_run(run_dir).sound
     assert cli(["status", str(run_dir)]) == 0
     assert cli(["export", str(run_dir), "--format", "jsonl", "--output", str(tmp_path / "rows.jsonl")]) == 0
     capsys.readouterr()
     assert cli(["show", str(run_dir), "--tokens"]) == 0
     shown = capsys.readouterr().out
-    assert "there are no token ids" in shown
+    assert "a hosted model gives no token ids" in shown
     assert "10 prompt tokens, 5 response tokens, as the endpoint counts them" in shown
     assert cli(["export", str(run_dir), "--format", "dataproto"]) != 0
     assert "without token ids" in capsys.readouterr().err
 
 
-async def test_tools_without_a_tokenizer(tmp_path: Path, prompts: Path, folder: Path) -> None:
+async def test_rows_that_name_a_built_in_loop_are_chat_agents(tmp_path: Path, folder: Path) -> None:
     call = {"function": {"name": "calculator", "arguments": {"expression": "1 + 1"}}}
 
     def answer(body: dict[str, Any]) -> str | dict[str, Any]:
         if body["messages"][-1]["role"] == "tool":
-            return body["messages"][-1]["content"]
+            return str(body["messages"][-1]["content"])
         return {"role": "assistant", "content": "", "tool_calls": [call]}
 
-    more = {
-        **NO_TOKENIZER,
-        "actor_rollout_ref.rollout.agent.default_agent_loop": "tool_agent",
-        "actor_rollout_ref.rollout.multi_turn.function_tool_path": folder / "functions.py",
-    }
+    names = ("single_turn_agent", "tool_agent", "chat_agent", None)
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "1 + 1 =", **({"agent_name": name} if name else {})} for name in names]
+    prompts.write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    more = {"actor_rollout_ref.rollout.multi_turn.function_tool_path": folder / "functions.py"}
     async with ChatStub(answer) as stub:
         result = await generate(as_config(stub_words(stub, tmp_path / "run", prompts, **more)))
-        assert (result.completed, result.failed) == (20, 0)
-        assert [tool["function"]["name"] for tool in stub.requests[0]["tools"]] == ["calculator"]
-        # The second answer is counted too, so a response of 6 has room for one more token after the first.
-        stub.requests.clear()
-        more["actor_rollout_ref.rollout.response_length"] = 6
-        await generate(as_config(stub_words(stub, tmp_path / "short", prompts, **more)))
-        assert sorted(body["max_tokens"] for body in stub.requests) == [1] * 20 + [6] * 20
-        more["actor_rollout_ref.rollout.response_length"] = 5
-        await generate(as_config(stub_words(stub, tmp_path / "full", prompts, **more)))
+    assert (result.completed, result.failed) == (4, 0)
     for row in rows_of(tmp_path / "run"):
         roles = [message["role"] for message in orjson.loads(row["messages"])]
         assert roles == ["user", "assistant", "tool", "assistant"]
         assert orjson.loads(row["messages"])[-1]["content"] == "2"
-        assert orjson.loads(row["extra"])["usage"] == {"prompt_tokens": 10, "response_tokens": 10}
-        assert row["metrics"]["tool_calls"] == 1
-    assert {row["finish_reason"] for row in rows_of(tmp_path / "full")} == {"tool_overflow"}
     assert validate_run(tmp_path / "run").sound
-
-
-async def test_a_conversation_without_a_tokenizer_needs_usage(
-    tmp_path: Path, prompts: Path, folder: Path
-) -> None:
-    call = {"function": {"name": "calculator", "arguments": {"expression": "1 + 1"}}}
-    more = {
-        **NO_TOKENIZER,
-        "actor_rollout_ref.rollout.engine_kwargs": "{omit: [stream_options]}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop": "tool_agent",
-        "actor_rollout_ref.rollout.multi_turn.function_tool_path": folder / "functions.py",
-    }
-    async with ChatStub(lambda body: {"role": "assistant", "content": "", "tool_calls": [call]}) as stub:
-        result = await generate(as_config(stub_words(stub, tmp_path / "run", prompts, **more)))
-    assert (result.completed, result.failed) == (0, 20)
-    assert len(stub.requests) == 20
 
 
 @pytest.mark.parametrize(
@@ -305,16 +254,17 @@ async def test_a_conversation_without_a_tokenizer_needs_usage(
         ({"actor_rollout_ref.rollout.ignore_eos": "true"}, "ignore_eos"),
         ({"actor_rollout_ref.rollout.stop_token_ids": "[3]"}, "stop_token_ids"),
         ({"generation.seed": 1}, "honours_seed"),
-        ({"data.truncation": "left"}, "truncation=left"),
-        ({**NO_TOKENIZER, "data.truncation": "left"}, "data.truncation=left cannot be had without a token"),
-        ({**NO_TOKENIZER, "data.filter_overlong_prompts": "true"}, "filter_overlong_prompts cannot be had"),
-        ({**NO_TOKENIZER, "data.apply_chat_template_kwargs": "{a: 1}"}, "template_kwargs cannot be had"),
-        ({**NO_TOKENIZER, "generation.export": "[dataproto]"}, "dataproto needs token ids"),
-        (
-            {**NO_TOKENIZER, "actor_rollout_ref.rollout.agent.default_agent_loop": "context_agent"},
-            "'context_agent' needs a tokenizer",
+        ({"data.truncation": "left"}, "data.truncation=left: engine 'openai' is sent messages"),
+        ({"data.filter_overlong_prompts": "true"}, "filter_overlong_prompts: engine"),
+        ({"data.apply_chat_template_kwargs": "{a: 1}"}, "template_kwargs: engine"),
+        ({"actor_rollout_ref.model.tokenizer_path": MODEL_PATH}, "tokenizer_path: engine"),
+        ({"actor_rollout_ref.rollout.multi_turn.show_tools": "false"}, "show_tools=false: engine"),
+        ({"generation.export": "[dataproto]"}, "dataproto needs token ids"),
+        *(
+            ({"actor_rollout_ref.rollout.agent.default_agent_loop": name, "gateway.command": "[x]"}, said)
+            for name in ("context_agent", "command_agent")
+            for said in [f"agent loop '{name}' works with token ids, and a hosted model has none: chat_agent"]
         ),
-        ({**NO_TOKENIZER, "actor_rollout_ref.model.path": "./nowhere"}, "folder ./nowhere does not exist"),
         ({"actor_rollout_ref.rollout.server_urls": "[]"}, "server_urls"),
     ],
     ids=lambda value: str(value)[:60],

@@ -65,7 +65,7 @@ def test_vllm_gets_them_by_its_own_names(route: vllm.Route) -> None:
 
 
 def test_a_chat_endpoint_gets_a_schema_as_its_response_format() -> None:
-    prompt = ChatPrompt([{"role": "user", "content": "?"}], [1])
+    prompt = ChatPrompt([{"role": "user", "content": "?"}])
     sampling = SamplingParams(4, logprobs=False, extra={"json_schema": SCHEMA, "logit_bias": {5: 1}})
     fields = openai.request_fields("m", prompt, sampling, openai.ENGINE_KWARGS)
     assert fields["response_format"]["json_schema"]["schema"] == SCHEMA

@@ -3,12 +3,11 @@
 import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from rollstream.agent.chat_answer import read_answer
 from rollstream.agent.images import ImageReader
 from rollstream.agent.interactions import Interactions
 from rollstream.agent.prompt import PromptRenderer
@@ -18,8 +17,7 @@ from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer
 from rollstream.chat.tool_schema import row_tools, schema_digest, with_row_tools
-from rollstream.engine.base import ChatEngine, ChatPrompt, Engine
-from rollstream.errors import EngineError
+from rollstream.engine.base import Engine
 from rollstream.trajectory import Completion, Message, Metrics, SamplingParams, Trajectory
 
 SnapshotScoring = Literal["outcome", "own", "none"]
@@ -41,13 +39,17 @@ class AgentResources:
     """What the loops of one worker share: built once, used by all."""
 
     engine: Engine
-    tokenizer: ChatTokenizer
-    prompts: PromptRenderer
+    tokenizer: ChatTokenizer | None
+    """The model's; None with an engine that speaks messages."""
+    prompts: PromptRenderer | None
+    """None where there is no tokenizer."""
     response_length: int
     """Response tokens of a trajectory at most, tool results included."""
     max_model_len: int | None = None
     """Prompt plus response tokens at most; None: no limit is known."""
     tools: ToolBox = field(default_factory=ToolBox)
+    shown_tools: Sequence[dict[str, Any]] = ()
+    """Schemas that loops without tools show."""
     show_tools: bool = True
     """Whether the chat template is given the tools' schemas; if not, the prompts describe them."""
     turns: TurnLimits = TurnLimits()
@@ -57,9 +59,14 @@ class AgentResources:
     images: ImageReader | None = None
     """Reads images that tools return; None: the model or its engine sees none."""
 
+    def decode(self, ids: list[int]) -> str:
+        """The text of sampled ids; none where there are no ids."""
+        return "" if self.tokenizer is None else self.tokenizer.decode(ids)
+
     @cached_property
     def template(self) -> TurnTemplate:
         """What the chat template puts between turns."""
+        assert self.tokenizer is not None
         return TurnTemplate(self.tokenizer, None if self.images is None else self.images.processor)
 
     @cached_property
@@ -70,6 +77,7 @@ class AgentResources:
     @cached_property
     def parser_stop_ids(self) -> tuple[int, ...]:
         """Tokens that end a turn after a call, where the vocabulary has them."""
+        assert self.tokenizer is not None
         ids = map(self.tokenizer.token_id, self.parser.stop_tokens)
         return tuple(token_id for token_id in ids if token_id is not None)
 
@@ -77,25 +85,21 @@ class AgentResources:
     def vocab_size(self) -> int | None:
         """Ids are below it; None where that is not known: a model may have more of them than its tokenizer."""
         size = self.engine.capabilities.vocab_size
-        return size if size is None or not self.tokenizer.makes_ids else max(size, self.tokenizer.vocab_size)
+        return size if size is None or self.tokenizer is None else max(size, self.tokenizer.vocab_size)
 
     def parse(
         self, token_ids: list[int], *, in_thinking: bool, tools: Sequence[dict[str, Any]]
     ) -> ParsedOutput:
         """Text, thinking and calls in sampled ids, without the token that ended them, if one did."""
+        assert self.tokenizer is not None
         is_ended = token_ids and token_ids[-1] in self.tokenizer.end_ids.union(self.parser_stop_ids)
         text = self.tokenizer.decode(token_ids[:-1] if is_ended else token_ids, skip_special_tokens=False)
         return self.parser.parse(text, in_thinking=in_thinking, tools=tools)
 
     @property
-    def token_exact(self) -> bool:
-        """Whether stored ids are those that were sampled; not with an engine that speaks messages."""
-        return self.engine.capabilities.token_ids
-
-    @property
     def marks(self) -> dict[str, Any]:
-        """What every trajectory's `extra` says: `token_exact: false` where it is so, else nothing."""
-        return {} if self.token_exact else {"token_exact": False}
+        """What every trajectory's `extra` says: `token_exact: false` without token ids, else nothing."""
+        return {} if self.engine.capabilities.token_ids else {"token_exact": False}
 
 
 class AgentLoop(ABC):
@@ -119,9 +123,8 @@ class AgentLoop(ABC):
     """Whether this loop can show images; if not, rows with images are an error at start."""
     brings_images: ClassVar[bool] = False
     """Whether its conversations may have images that no row has: a program's own."""
-    needs_tokenizer: ClassVar[bool] = True
-    """Whether this loop needs ids. If not, it also runs where there is no tokenizer: prompts and answers have
-    no ids then, only messages and `TokenTrack.usage`."""
+    speaks_messages: ClassVar[bool] = False
+    """Whether it works with engines that speak messages, and with no others: it has no token ids then."""
 
     def __init__(self, resources: AgentResources, *, request_id: str, shared: Any = None) -> None:
         """Args:
@@ -171,7 +174,14 @@ class AgentLoop(ABC):
     @property
     def tokenizer(self) -> ChatTokenizer:
         """The model's tokenizer with its chat template."""
+        assert self.resources.tokenizer is not None
         return self.resources.tokenizer
+
+    @property
+    def prompts(self) -> PromptRenderer:
+        """Renders prompts."""
+        assert self.resources.prompts is not None
+        return self.resources.prompts
 
     @abstractmethod
     async def run(self, sampling: SamplingParams, **row: Any) -> Trajectory | list[Trajectory]:
@@ -212,7 +222,7 @@ class AgentLoop(ABC):
             DataError: the template refuses the messages, an image cannot be read, or the prompt is too long
                 and truncation is `error`.
         """
-        prompts = self.resources.prompts
+        prompts = self.prompts
         if not images:
             ids = prompts.render(messages, prompt_key=prompt_key, tools=tools)
         else:
@@ -252,70 +262,49 @@ class AgentLoop(ABC):
         return room
 
     async def generate(
-        self,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        *,
-        messages: Sequence[Message] | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        own_seed: bool = False,
+        self, prompt_ids: list[int], sampling: SamplingParams, *, own_seed: bool = False
     ) -> Completion:
         """Asks the engine for one continuation and counts it.
-
-        The seed of the first call is the rollout's; later calls have seeds derived from it, so that turns do
-        not repeat each other's random numbers.
 
         Args:
             prompt_ids: the prompt.
             sampling: how to sample.
-            messages: the same prompt as messages. An engine that speaks messages needs them; its completion
-                has a `message`, and as ids what the chat template makes of it.
-            tools: schemas that the prompt shows.
             own_seed: the seed is this call's alone, and stays as it is.
 
         Raises:
-            EngineError: the engine's, or it speaks messages and there are none.
+            EngineError: the engine's.
+        """
+        engine = self.resources.engine
+        images: list[object] | None = [*self.images] or None
+        return await self.counted(
+            lambda how: engine.generate(prompt_ids, how, request_id=self.request_id, images=images),
+            sampling,
+            own_seed=own_seed,
+        )
+
+    async def counted(
+        self,
+        ask: Callable[[SamplingParams], Awaitable[Completion]],
+        sampling: SamplingParams,
+        *,
+        own_seed: bool = False,
+    ) -> Completion:
+        """Asks the engine by `ask`, and counts the call and its time.
+
+        The seed of the first call is the rollout's; later calls have seeds derived from it, so that turns do
+        not repeat each other's random numbers. With `own_seed` it stays as it is.
         """
         if sampling.seed is not None and not own_seed:
             sampling = replace(sampling, seed=turn_seed(sampling.seed, self._engine_calls))
         self._engine_calls += 1
         started = time.monotonic()
         try:
-            if self.resources.token_exact:
-                completion = await self.resources.engine.generate(
-                    prompt_ids, sampling, request_id=self.request_id, images=list(self.images) or None
-                )
-            else:
-                completion = await self._chat(prompt_ids, sampling, messages, tools)
+            completion = await ask(sampling)
         finally:
             self.metrics.generate_s += time.monotonic() - started
             self.metrics.engine_calls += 1
         self.metrics.cached_prompt_tokens += completion.cached_prompt_tokens
         return completion
-
-    async def _chat(
-        self,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        messages: Sequence[Message] | None,
-        tools: list[dict[str, Any]] | None,
-    ) -> Completion:
-        engine, template = self.resources.engine, self.resources.template
-        if messages is None or not isinstance(engine, ChatEngine):
-            raise EngineError(
-                f"this engine takes messages, not token ids, and {type(self).__name__} gives it none: "
-                "`self.generate(ids, sampling, messages=messages, tools=tools)`, or use `Conversation`"
-            )
-        prompt = ChatPrompt(list(messages), prompt_ids, tools or (), tuple(self.images))
-        completion = await engine.chat(prompt, sampling, request_id=self.request_id)
-        message, reason = (
-            read_answer(completion.message, template, turn=self._engine_calls),
-            completion.finish_reason,
-        )
-        ids = template.answer_ids(messages, message, tools=tools, ended=reason == "stop")
-        if len(ids) > sampling.max_tokens:  # the endpoint counts in tokens of its own
-            ids, reason = ids[: sampling.max_tokens], "length"
-        return replace(completion, token_ids=ids, finish_reason=reason, message=message)
 
 
 def turn_seed(seed: int, call: int) -> int:

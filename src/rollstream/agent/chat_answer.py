@@ -1,22 +1,20 @@
 """The answer of an engine that speaks messages, as the agent room has answers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import orjson
 
 from rollstream.chat.parsers.base import ToolCall
-from rollstream.chat.template import TurnTemplate
 from rollstream.trajectory import Message
 
 
-def read_answer(message: Message | None, template: TurnTemplate, *, turn: int) -> Message:
+def read_answer(message: Message | None, *, turn: int) -> Message:
     """The message as chat templates want it: arguments of calls as mappings; as text if they are none.
 
     Args:
         message: as the endpoint gave it; None is an answer with nothing in it.
-        template: says which ids of calls it takes.
         turn: which answer of the rollout it is, for ids of calls.
     """
     given = message or {"role": "assistant", "content": ""}
@@ -27,7 +25,7 @@ def read_answer(message: Message | None, template: TurnTemplate, *, turn: int) -
     if calls or "reasoning_content" in answer:
         answer["content"] = answer["content"].strip()
     if calls:
-        answer["tool_calls"] = [openai_call(call) for call in identified(calls, template, turn=turn)]
+        answer["tool_calls"] = [openai_call(call) for call in identified(calls, bool, turn=turn)]
     return answer
 
 
@@ -36,13 +34,13 @@ def calls_of(message: Message) -> list[ToolCall]:
     return [_read_call(call) for call in message.get("tool_calls") or ()]
 
 
-def identified(calls: Sequence[ToolCall], template: TurnTemplate, *, turn: int) -> list[ToolCall]:
-    """Calls with ids that are unique in the answer and that the chat template takes.
+def identified(calls: Sequence[ToolCall], takes: Callable[[str], bool], *, turn: int) -> list[ToolCall]:
+    """Calls with ids that are unique in the answer and that `takes` takes, as `TurnTemplate.takes_call_id`.
 
     The model's own ids where they are; else ones of nine letters and digits, which every template takes.
     """
     given = [call.call_id for call in calls]
-    if len(set(given)) == len(given) and all(one and template.takes_call_id(one) for one in given):
+    if len(set(given)) == len(given) and all(one and takes(one) for one in given):
         return list(calls)
     return [replace(call, call_id=f"c{turn:04d}{at:04d}") for at, call in enumerate(calls)]
 

@@ -69,8 +69,8 @@ class ContextAgent(ToolAgent):
     """
 
     needs_tools = False
-    needs_tokenizer = True
     sees_images = False
+    conversation: Conversation
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class ContextAgent(ToolAgent):
         results, asked = await self._execute(turn.calls)
         self.count(turn.calls, results)
         contents, _ = await self.show(results)
-        added = self.resources.template.tool_messages(turn.message["tool_calls"], contents)
+        added = self.tool_messages(turn.message["tool_calls"], contents)
         added = [_with_id(message, at + 1 + i) for i, message in enumerate(added)]
         self._answers[at] = turn
         if not asked:

@@ -1,4 +1,4 @@
-"""A conversation as it grows: messages and exact tokens in step."""
+"""A conversation as it grows: messages and exact tokens in step, or messages alone."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollstream.agent.base import AgentLoop
-from rollstream.agent.chat_answer import calls_of, identified, openai_call
+from rollstream.agent.chat_answer import calls_of, identified, openai_call, read_answer
 from rollstream.agent.images import SeenImage
 from rollstream.agent.tokens import TokenTrack
-from rollstream.chat.parsers.base import ParsedOutput, ToolCall
+from rollstream.chat.parsers.base import ToolCall
+from rollstream.engine.base import ChatEngine, ChatPrompt
 from rollstream.errors import EngineError
 from rollstream.trajectory import Completion, Message, SamplingParams, Trajectory
 
@@ -23,7 +24,7 @@ class Turn:
     calls: Sequence[ToolCall]
     """The tool calls in it, those that cannot be read included."""
     completion: Completion
-    sampled_at: int
+    sampled_at: int = 0
     """Where its tokens begin in the response."""
 
 
@@ -63,9 +64,7 @@ class Conversation:
 
     @property
     def room(self) -> int:
-        """Tokens that may still be added, sampled or given; without ids, by the endpoint's count."""
-        if not self._loop.resources.tokenizer.makes_ids:
-            return self._loop.room(*(self.track.usage or (0, 0)))
+        """Tokens that may still be added, sampled or given."""
         return self._loop.room(len(self.track.prompt_ids), len(self.track))
 
     async def generate(self, sampling: SamplingParams) -> Turn:
@@ -75,11 +74,6 @@ class Conversation:
             EngineError: the engine's, or there is no room for a single token.
         """
         resources = self._loop.resources
-        if not resources.tokenizer.makes_ids and self.assistant_turns and self.track.usage is None:
-            raise EngineError(
-                "the endpoint does not say how many tokens it used (`usage`), and without a tokenizer nothing "
-                "else limits a conversation: set actor_rollout_ref.model.tokenizer_path"
-            )
         limit = min(sampling.max_tokens, self.room)
         if limit < 1:
             raise EngineError(
@@ -88,25 +82,24 @@ class Conversation:
                 f"{resources.max_model_len}"
             )
         stops = sampling.stop_token_ids
-        if self._tools and resources.token_exact and (more := set(resources.parser_stop_ids) - set(stops)):
+        if self._tools and (more := set(resources.parser_stop_ids) - set(stops)):
             stops = (*stops, *sorted(more))
         if limit != sampling.max_tokens or stops is not sampling.stop_token_ids:
             sampling = replace(sampling, max_tokens=limit, stop_token_ids=stops)
         in_thinking = resources.template.in_thinking(self.track.context)
-        completion = await self._loop.generate(
-            self.track.context, sampling, messages=self.messages, tools=self._tools
-        )
+        completion = await self._loop.generate(self.track.context, sampling)
         sampled_at = len(self.track)
         self.track.add_sampled(completion)
         self.assistant_turns += 1
-        if completion.message is None:
-            parsed = resources.parse(completion.token_ids, in_thinking=in_thinking, tools=self._tools or ())
-            message, calls = self._read(parsed)
-        elif self._tools or completion.message.get("tool_calls"):
-            message, calls = completion.message, calls_of(completion.message)
-        else:  # the prompt describes the tools, if there are some: calls are written as text
-            message, calls = self._read(resources.parser.parse(completion.message["content"]))
-            message = {**completion.message, **message}
+        parsed = resources.parse(completion.token_ids, in_thinking=in_thinking, tools=self._tools or ())
+        calls = identified(parsed.calls, resources.template.takes_call_id, turn=self.assistant_turns)
+        message: Message = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning or calls:
+            message["content"] = parsed.content.strip()
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if calls:
+            message["tool_calls"] = [openai_call(call) for call in calls]
         self.messages.append(message)
         self._last = Turn(message, calls, completion, sampled_at)
         return self._last
@@ -128,18 +121,6 @@ class Conversation:
             return False
         self._loop.images += [image.sent for image in images]
         return True
-
-    def _read(self, parsed: ParsedOutput) -> tuple[Message, list[ToolCall]]:
-        """The message in what a model wrote, and its calls."""
-        calls = identified(parsed.calls, self._loop.resources.template, turn=self.assistant_turns)
-        message: Message = {"role": "assistant", "content": parsed.content}
-        if parsed.reasoning or calls:
-            message["content"] = parsed.content.strip()
-        if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
-        if calls:
-            message["tool_calls"] = [openai_call(call) for call in calls]
-        return message, calls
 
     def _ids_after(self, messages: list[Message], images: Sequence[Any]) -> list[int]:
         if self._last is None:
@@ -178,5 +159,98 @@ class Conversation:
             finish_reason="aborted" if finish_reason == "abort" else finish_reason,
             num_turns=self.assistant_turns + self.user_turns + 1,
             metrics=self._loop.metrics,
-            extra={**(extra or {}), **self.track.marks},
+            extra=extra or {},
         )
+
+
+class ChatConversation:
+    """One trajectory in the making with an engine that speaks messages; it has no ids.
+
+    Its length is what the endpoint counts. What was added since the last answer is not in it yet.
+    """
+
+    def __init__(
+        self,
+        loop: AgentLoop,
+        messages: Sequence[Message],
+        *,
+        tools: list[dict[str, Any]],
+        executes: bool,
+    ) -> None:
+        """`tools`: schemas to show; `executes`: whether somebody answers calls, or they end the conversation."""
+        self._loop = loop
+        self._tools = tools
+        self._executes = executes
+        self._usage: tuple[int, int] | None = None
+        self.messages: list[Message] = list(messages)
+        """The conversation so far."""
+        self.assistant_turns = 0
+        self.user_turns = 0
+        """How often something was added for the model to answer."""
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be added."""
+        return self._loop.room(*(self._usage or (0, 0)))
+
+    async def generate(self, sampling: SamplingParams) -> Turn:
+        """Lets the model answer, within `sampling.max_tokens` and the room that is left.
+
+        Raises:
+            EngineError: the engine's, or the endpoint counts no tokens.
+        """
+        if self.assistant_turns and self._usage is None:
+            raise EngineError(
+                "the endpoint does not say how many tokens it used (`usage`), and nothing else limits a conversation"
+            )
+        engine, request_id = self._loop.resources.engine, self._loop.request_id
+        assert isinstance(engine, ChatEngine)
+        prompt = ChatPrompt(list(self.messages), self._tools, tuple(self._loop.images))
+        completion = await self._loop.counted(
+            lambda how: engine.chat(prompt, how, request_id=request_id),
+            replace(sampling, max_tokens=min(sampling.max_tokens, self.room)),
+        )
+        self._count(completion.usage)
+        self.assistant_turns += 1
+        message = read_answer(completion.message, turn=self.assistant_turns)
+        self.messages.append(message)
+        return Turn(message, calls_of(message) if self._executes else (), completion)
+
+    def add(self, messages: list[Message]) -> bool:
+        """Adds what the model shall answer; False, and nothing is added, if there is no room for an answer."""
+        if self.room <= 0:
+            return False
+        self.messages += messages
+        self.user_turns += 1
+        return True
+
+    async def add_with_images(self, messages: list[Message], images: Sequence[SeenImage]) -> bool:
+        """As `add`, for messages with an image part for each of `images`, in order."""
+        if not self.add(messages):
+            return False
+        self._loop.images += [image.sent for image in images]
+        return True
+
+    def trajectory(self, finish_reason: str, *, extra: dict[str, Any] | None = None) -> Trajectory:
+        """The trajectory so far; `extra` are JSON values to keep with it."""
+        extra = extra or {}
+        if self._usage is not None:
+            extra |= {"usage": {"prompt_tokens": self._usage[0], "response_tokens": self._usage[1]}}
+        return Trajectory(
+            prompt_ids=[],
+            response_ids=[],
+            response_mask=[],
+            response_logprobs=None,
+            messages=list(self.messages),
+            finish_reason="aborted" if finish_reason == "abort" else finish_reason,
+            num_turns=self.assistant_turns + self.user_turns + 1,
+            metrics=self._loop.metrics,
+            extra=extra,
+        )
+
+    def _count(self, counted: tuple[int, int] | None) -> None:
+        if counted is not None:
+            prompt, response = self._usage or (counted[0], 0)
+            # An endpoint leaves out the thinking of earlier answers: then it is asked for less than there was.
+            counted = prompt, max(response, counted[0] - prompt) + counted[1]
+        self._usage = counted

@@ -30,10 +30,16 @@ class SeenImage:
 class ImageReader:
     """Reads images in threads. Shared by all rollouts of a worker."""
 
-    def __init__(self, processor: ChatProcessor, *, allow_http: bool = False) -> None:
-        """`allow_http`: fetch images that are named by `http(s):` URLs."""
-        self.processor = processor
+    def __init__(self, processor: ChatProcessor | None, *, allow_http: bool = False) -> None:
+        """`processor`: None where there are no ids; `allow_http`: fetch images named by `http(s):` URLs."""
+        self._processor = processor
         self._allow_http = allow_http
+
+    @property
+    def processor(self) -> ChatProcessor:
+        """The model's, which makes ids of images."""
+        assert self._processor is not None
+        return self._processor
 
     async def read(self, sources: Sequence[Any]) -> list[SeenImage]:
         """Reads images from bytes of image files, paths, URLs, or Pillow images.

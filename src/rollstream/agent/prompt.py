@@ -48,7 +48,7 @@ class PromptRenderer:
         images: ImageReader | None = None,
     ) -> None:
         """Args:
-        tokenizer: with `NoTokenizer` prompts have no ids, and no limit.
+        tokenizer: of the model.
         prompt_length: in tokens.
         truncation: what happens to a longer prompt. One with images is never cut.
         tool_schemas: shown to the model by loops that execute no tools.
@@ -107,9 +107,6 @@ class PromptRenderer:
         `tool_schemas`. Raises `DataError`: the template refuses the messages, or they are too long and
         truncation is `error`.
         """
-        if not self._tokenizer.makes_ids:
-            _refuse_images(messages)
-            return []
         key = (prompt_key, _names(tools))
         known, ids = self._remembered.get(key, (None, []))
         if known != messages:

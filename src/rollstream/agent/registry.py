@@ -152,6 +152,7 @@ def load_agent_loops(path: str | None) -> dict[str, LoopEntry]:
 
 @cache
 def _built_in() -> dict[str, type[AgentLoop]]:
+    from rollstream.agent.chat_agent import ChatAgent
     from rollstream.agent.context import ContextAgent
     from rollstream.agent.single_turn import SingleTurnAgent
     from rollstream.agent.tool_agent import ToolAgent
@@ -160,4 +161,5 @@ def _built_in() -> dict[str, type[AgentLoop]]:
         "single_turn_agent": SingleTurnAgent,
         "tool_agent": ToolAgent,
         "context_agent": ContextAgent,
+        "chat_agent": ChatAgent,
     }

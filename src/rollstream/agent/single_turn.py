@@ -12,11 +12,9 @@ from rollstream.trajectory import Message, SamplingParams, Trajectory
 class SingleTurnAgent(AgentLoop):
     """Renders the prompt, generates once, ends."""
 
-    needs_tokenizer = False
-
     async def run(self, sampling: SamplingParams, **row: Any) -> Trajectory:
         messages: list[Message] = row["raw_prompt"]
-        tools = self.with_row_tools(self.resources.prompts.tools, row)
+        tools = self.with_row_tools(self.prompts.tools, row)
         prompt_ids = await self.render(
             messages, prompt_key=row["prompt_key"], tools=tools, images=row.get("images") or ()
         )
@@ -28,22 +26,18 @@ class SingleTurnAgent(AgentLoop):
             )
         track = TokenTrack(prompt_ids, logprobs=sampling.logprobs)
         completion = await self.generate(
-            prompt_ids,
-            sampling if limit == sampling.max_tokens else replace(sampling, max_tokens=limit),
-            messages=messages,
-            tools=tools,
+            prompt_ids, sampling if limit == sampling.max_tokens else replace(sampling, max_tokens=limit)
         )
         track.add_sampled(completion)
-        text = None if completion.message else self.tokenizer.decode(completion.token_ids)
+        text = self.tokenizer.decode(completion.token_ids)
         return Trajectory(
             prompt_ids=prompt_ids,
             response_ids=track.response_ids,
             response_mask=track.response_mask,
             response_logprobs=track.response_logprobs,
             policy_versions=track.policy_versions,
-            messages=[*messages, completion.message or {"role": "assistant", "content": text}],
+            messages=[*messages, {"role": "assistant", "content": text}],
             finish_reason="aborted" if completion.finish_reason == "abort" else completion.finish_reason,
             num_turns=2,
             metrics=self.metrics,
-            extra=track.marks,
         )

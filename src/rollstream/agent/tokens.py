@@ -1,7 +1,5 @@
 """Exact token bookkeeping of one trajectory (R1)."""
 
-from typing import Any
-
 from rollstream.trajectory import Completion
 
 
@@ -19,18 +17,6 @@ class TokenTrack:
         self.response_logprobs: list[float] | None = [] if logprobs else None
         self.policy_versions: list[tuple[int, int]] = []
         self._ids = list(prompt_ids)
-        self.usage: tuple[int, int] | None = None
-        """Prompt and response tokens so far as a chat endpoint counts them; None when it has not said.
-
-        What was given since its last answer is not in it yet.
-        """
-
-    @property
-    def marks(self) -> dict[str, Any]:
-        """What the trajectory's `extra` says where there are no ids: its lengths, by the endpoint's count."""
-        if self._ids or self.usage is None:
-            return {}
-        return {"usage": {"prompt_tokens": self.usage[0], "response_tokens": self.usage[1]}}
 
     @property
     def context(self) -> list[int]:
@@ -48,7 +34,6 @@ class TokenTrack:
 
     def add_sampled(self, completion: Completion) -> None:
         """Appends what an engine sampled: mask 1, its log-probs, its policy versions."""
-        self._add_usage(completion.usage)
         start = len(self)
         count = len(completion.token_ids)
         if self.response_logprobs is not None:
@@ -67,10 +52,3 @@ class TokenTrack:
         self.response_mask += [0] * len(ids)
         if self.response_logprobs is not None:
             self.response_logprobs += [0.0] * len(ids)
-
-    def _add_usage(self, counted: tuple[int, int] | None) -> None:
-        if counted is not None:
-            prompt, response = self.usage or (counted[0], 0)
-            # An endpoint leaves out the thinking of earlier answers: then it is asked for less than there was.
-            counted = prompt, max(response, counted[0] - prompt) + counted[1]
-        self.usage = counted

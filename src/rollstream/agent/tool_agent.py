@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any
 
 from rollstream.agent.base import AgentLoop
-from rollstream.agent.conversation import Conversation, Turn
+from rollstream.agent.conversation import ChatConversation, Conversation, Turn
 from rollstream.agent.images import SeenImage
 from rollstream.agent.interactions import InteractionSession
 from rollstream.agent.tools.session import ToolResult, ToolSession
@@ -53,7 +53,6 @@ class ToolAgent(AgentLoop):
     """
 
     needs_tools = True
-    needs_tokenizer = False
 
     @classmethod
     def prompt_tools(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
@@ -63,7 +62,7 @@ class ToolAgent(AgentLoop):
         super().__init__(*args, **kwargs)
         self.sampling: SamplingParams
         self.row: dict[str, Any] = {}
-        self.conversation: Conversation
+        self.conversation: Conversation | ChatConversation
         self.session: ToolSession
         self.tools: list[dict[str, Any]] = []
         """Schemas that the prompt shows."""
@@ -135,7 +134,7 @@ class ToolAgent(AgentLoop):
         results = await self.timed(self.session.run(self.turn.calls, messages=self.conversation.messages))
         self.count(self.turn.calls, results)
         contents, images = await self.show(results)
-        added = self.resources.template.tool_messages(self.turn.message["tool_calls"], contents)
+        added = self.tool_messages(self.turn.message["tool_calls"], contents)
         if not await self.conversation.add_with_images(added, images):
             return self.end("tool_overflow")
         return State.GENERATING
@@ -163,7 +162,15 @@ class ToolAgent(AgentLoop):
 
     def users_message(self, text: str) -> Message:
         """What an interaction said, as a message."""
-        return {"role": "user", "content": self.tokenizer.escape_special_tokens(text)}
+        return {"role": "user", "content": self.given_text(text)}
+
+    def tool_messages(self, calls: list[dict[str, Any]], contents: list[Any]) -> list[Message]:
+        """Tool results as messages."""
+        return self.resources.template.tool_messages(calls, contents)
+
+    def given_text(self, text: str) -> str:
+        """A tool's or a user's text without special tokens, so that it can neither end a turn nor begin one."""
+        return self.tokenizer.escape_special_tokens(text)
 
     def count(self, calls: Sequence[ToolCall], results: list[ToolResult]) -> None:
         """Counts results and keeps their rewards."""
@@ -180,8 +187,7 @@ class ToolAgent(AgentLoop):
     async def show(self, results: list[ToolResult]) -> tuple[list[Any], list[SeenImage]]:
         """Contents of the messages that show results to the model, and the images in them, in order.
 
-        An image that cannot be shown is a line of text in its place. Special tokens in a text are broken, so
-        that no result can end a turn or begin one.
+        An image that cannot be shown is a line of text in its place.
         """
         contents: list[Any] = []
         images: list[SeenImage] = []
@@ -197,7 +203,7 @@ class ToolAgent(AgentLoop):
                 except (DataError, TransientError) as error:
                     parts.append({"type": "text", "text": f"[an image that cannot be shown: {error}]\n"})
             if result.text:
-                parts.append({"type": "text", "text": self.tokenizer.escape_special_tokens(result.text)})
+                parts.append({"type": "text", "text": self.given_text(result.text)})
             has_images = any(part["type"] != "text" for part in parts)
             contents.append(parts if has_images else "".join(part["text"] for part in parts))
         return contents, images

@@ -60,7 +60,7 @@ def rollout_item(
 
 def _trajectory(one: Trajectory) -> dict[str, Any]:
     fields: dict[str, Any] = {"messages": one.messages, "reward": one.reward, "metrics": asdict(one.metrics)}
-    if one.extra.get("token_exact", True):  # else ids are the local tokenizer's, not what was sampled
+    if one.extra.get("token_exact", True):  # else there are none
         fields |= {key: getattr(one, key) for key in ("prompt_ids", "response_ids", "response_mask")}
         fields |= {} if one.response_logprobs is None else {"response_logprobs": one.response_logprobs}
         fields["policy_versions"] = [list(run) for run in one.policy_versions]

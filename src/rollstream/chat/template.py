@@ -84,8 +84,6 @@ class TurnTemplate:
             DataError: the template refuses these messages, or renders the answer in another way when something
                 follows it; there is no processor for the images.
         """
-        if not self._tokenizer.makes_ids:
-            return []
         text, marked = self._after(messages, added, tools)
         if not images:
             ids = self._tokenizer.encode(text)
@@ -107,35 +105,6 @@ class TurnTemplate:
         except DataError as error:
             return str(error)
         return None
-
-    def answer_ids(
-        self, messages: Sequence[Message], answer: Message, *, tools: Tools = None, ended: bool = True
-    ) -> list[int]:
-        """Ids of an answer of which only the message is known, as the template writes it.
-
-        They follow a prompt with its generation prompt, and `ids_after` follows them. They are what a model
-        of this template would have sampled to say this in the template's own words; nobody sampled them.
-
-        Args:
-            messages: the conversation before it.
-            answer: the assistant's message; arguments of calls are mappings, or text if unreadable.
-            tools: schemas, as for the prompt.
-            ended: whether the turn has ended: then its end token is the last one, if `end_ids` has it.
-
-        Raises:
-            DataError: the template refuses the message.
-        """
-        if not self._tokenizer.makes_ids:
-            return []
-        calls: list[dict[str, Any]] = answer.get("tool_calls") or []
-        parts = [answer]
-        if len(calls) > 1 and not self._shows_all_calls(messages, answer, tools):
-            # Some templates refuse, or leave out, all but one: one after the other, in one turn.
-            more = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
-            parts = [{**answer, "tool_calls": calls[:1]}, *more]
-        written = [self._answer_text(messages, part, tools) for part in parts]
-        text = "".join(before for before, _ in written)
-        return self._tokenizer.encode(text + (written[-1][1] if ended else ""))
 
     def shows_tool(self, schema: dict[str, Any]) -> bool:
         """Whether the template tells the model of a tool."""
@@ -170,15 +139,7 @@ class TurnTemplate:
         `contents` are one for each of the assistant's calls: text, or a list of parts.
         """
         if self.has_tool_role:
-            return [
-                {
-                    "role": "tool",
-                    "content": content,
-                    "tool_call_id": call["id"],
-                    "name": call["function"]["name"],
-                }
-                for call, content in zip(calls, contents, strict=True)
-            ]
+            return result_messages(calls, contents)
         opening, closing = "<tool_response>\n", "\n</tool_response>"
         if all(isinstance(content, str) for content in contents):
             return [{"role": "user", "content": "\n".join(f"{opening}{text}{closing}" for text in contents)}]
@@ -314,65 +275,13 @@ class TurnTemplate:
         ends = ends or [at for at, token_id in enumerate(reach) if token_id in tokenizer.special_ids][:1]
         return ends[-1] + 1 if ends else 0
 
-    def _shows_all_calls(self, messages: Sequence[Message], answer: Message, tools: Tools) -> bool:
-        try:
-            shown = self._tokenizer.render_text(
-                [*messages, _marked(answer)], tools=tools, add_generation_prompt=False
-            )
-        except DataError:
-            return False
-        return shown.count(_MARK) in (0, len(answer["tool_calls"]))  # none: it knows no calls
 
-    def _answer_text(self, messages: Sequence[Message], answer: Message, tools: Tools) -> tuple[str, str]:
-        """An answer as it stands after the generation prompt, and the end of the turn: "" if it is no known one."""
-        refusal: DataError | None = None
-        for shown in _ways([*messages, answer]):
-            if len(shown[-1].get("tool_calls") or ()) != len(answer.get("tool_calls") or ()):
-                break
-            try:
-                text = self._written(shown, tools)
-                _, end = self._split([*shown[:-1], _marked(shown[-1])], tools)
-            except DataError as error:
-                refusal = refusal or error
-                continue
-            known = self._ends.search(end)
-            return text[: text.rfind(end)] if end and end in text else text, end[
-                : known.end()
-            ] if known else ""
-        raise refusal or DataError("the chat template does not show the assistant's messages")
-
-    def _written(self, messages: list[Message], tools: Tools) -> str:
-        """The last message as it stands behind the generation prompt of the others."""
-        *before, answer = messages
-        prompt = self._tokenizer.render_text(before, tools=tools)
-        rendered, *others = (
-            self._tokenizer.render_text([*before, message], tools=tools, add_generation_prompt=False)
-            for message in (answer, _MARKED, {**_MARKED, "content": f"0{_MARK}"})
-        )
-        if rendered.startswith(prompt):
-            return rendered.removeprefix(prompt)
-        start = _shared([rendered, *others])  # where different answers begin to differ
-        written = rendered[start:]
-        for opener, closer in _THINKING.items():
-            head, found, opened = prompt.rpartition(opener)
-            if not found or opened.strip():
-                text, closed, behind = written.partition(closer)
-                if not closed or opener in text:
-                    continue
-                if opened.strip() != closer and prompt.rstrip().endswith(closer):
-                    return behind  # the prompt has closed a block that nothing opens
-                begin = rendered.rfind(opener, 0, start)
-                return written if begin < 0 else rendered[begin:]  # an empty block begins alike
-            # The prompt opens a block. Turns that are shown have it, an empty one, or none.
-            if rendered.startswith(head):
-                written = rendered.removeprefix(head)
-            if written.lstrip().startswith(opener):
-                return written.lstrip().removeprefix(opener).removeprefix(opened)
-            if closer in written.partition(opener)[0]:
-                return written
-            thinking = str(answer.get("reasoning_content") or "").strip()
-            return f"{thinking}\n{closer}\n\n{written}"
-        return written
+def result_messages(calls: Sequence[dict[str, Any]], contents: Sequence[Any]) -> list[Message]:
+    """Tool results as messages of role `tool`, in the order of the assistant's calls."""
+    return [
+        {"role": "tool", "content": content, "tool_call_id": call["id"], "name": call["function"]["name"]}
+        for call, content in zip(calls, contents, strict=True)
+    ]
 
 
 def _call(call_id: str, name: str = "f") -> dict[str, Any]:

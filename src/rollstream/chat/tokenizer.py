@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import orjson
@@ -30,9 +30,6 @@ _OPEN_MARK = "ROLLSTREAMOPEN"
 
 class ChatTokenizer:
     """A Hugging Face tokenizer with its chat template."""
-
-    makes_ids: ClassVar[bool] = True
-    """Whether there is a tokenizer at all; see `NoTokenizer`."""
 
     def __init__(
         self,
@@ -247,54 +244,6 @@ class ChatTokenizer:
             "chat template": own.chat_template != tokenizer.chat_template,
         }
         return [name for name, differs in is_other.items() if differs]
-
-
-class NoTokenizer(ChatTokenizer):
-    """Stands where there is no tokenizer: a conversation has a text to be shown, and no ids.
-
-    For engines that speak messages. Whoever asks it for ids gets a `ConfigError`.
-    """
-
-    makes_ids = False
-    pad_id = None
-    special_ids = frozenset()
-
-    def __init__(self) -> None:
-        self.end_ids = frozenset()
-        self._special_texts = re.compile(r"(?!)")
-
-    def render_text(
-        self,
-        messages: list[Message],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        parts: list[tuple[str, list[Any]]] = [("tools", [tools])] if tools else []
-        for message in messages:
-            parts.append(
-                (message["role"], [message.get("content") or "", *(message.get("tool_calls") or ())])
-            )
-        text = "".join(f"<|{role}|>\n{''.join(map(_as_text, contents))}\n" for role, contents in parts)
-        return text + ("<|assistant|>\n" if add_generation_prompt else "")
-
-    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self._refuse()) if ids else ""
-
-    def to_json(self) -> bytes | None:
-        return None
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise ConfigError(
-            "there is no tokenizer, so there are no token ids: set actor_rollout_ref.model.tokenizer_path"
-        )
-
-    digest = encode = count = token_id = differences = _refuse
-    vocab_size = property(_refuse)
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def load_tokenizer(

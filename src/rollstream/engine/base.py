@@ -136,8 +136,6 @@ class ChatPrompt:
 
     messages: Sequence[Message]
     """The conversation so far, in OpenAI's form; arguments of calls are mappings, or text if unreadable."""
-    ids: list[int]
-    """The same as the local tokenizer has it: for lengths and limits, never sent. Empty without one."""
     tools: Sequence[dict[str, Any]] = ()
     """Schemas of the tools that the model may call."""
     images: Sequence[object] = ()
@@ -152,6 +150,6 @@ class ChatEngine(Engine, Protocol):
         """Lets the model answer; errors, aborts and cancellation are those of `generate`.
 
         Returns:
-            a completion with a `message` and without ids: these are the caller's, who has a tokenizer.
+            a completion with a `message` and without ids.
         """
         ...

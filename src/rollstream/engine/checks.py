@@ -69,17 +69,14 @@ def check_request(
     capabilities: Capabilities,
     *,
     images: list[object] | None,
-    is_chat: bool = False,
 ) -> None:
     """Refuses a request that the engine cannot serve, before it is sent.
-
-    `is_chat`: the prompt is sent as messages, and has ids only where there is a tokenizer.
 
     Raises:
         EngineError: empty prompt, ids outside the vocabulary, sampling values out of range, a request
             longer than `max_model_len`, images or sampling that the engine does not take.
     """
-    if not prompt_ids and not is_chat:
+    if not prompt_ids and capabilities.token_ids:
         raise EngineError("the prompt is empty: an engine needs at least one token")
     if sampling.max_tokens < 1:
         raise EngineError(f"max_tokens must be at least 1, not {sampling.max_tokens}")
@@ -141,8 +138,7 @@ def check_capabilities(
     if not capabilities.token_ids:
         # Whoever chose this engine chose that; what it costs is said once, and marked on every trajectory.
         logger.warning(
-            "this engine speaks messages, not token ids: ids are those of the local tokenizer (none without "
-            "one), not those that were sampled, and without log-probs (trajectories are marked by "
+            "this engine speaks messages: trajectories have neither token ids nor log-probs (they are marked by "
             "extra.token_exact=false)"
         )
         if sampling.top_k != -1:

@@ -267,7 +267,7 @@ class ContinuingEngine:
             raise EngineError("this engine takes token ids: ask `generate`")
         answer = self.engine.chat(prompt, sampling, request_id=request_id)
         completion = await self.meter.counted(answer)
-        if not completion.token_ids and completion.usage is not None:
+        if completion.usage is not None:
             self.meter.counts.tokens += completion.usage[1]
         return completion
 

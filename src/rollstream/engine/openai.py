@@ -128,8 +128,7 @@ class OpenAIEngine(PoolEngine):
     Args:
         server_urls: base URLs, with or without `/v1`.
         model_path: the model's name at the endpoints; of a folder, its name.
-        max_model_len: prompt plus response tokens at most, by the local tokenizer; None takes what the
-            endpoints say, if they do.
+        max_model_len: prompt plus response tokens at most; None takes what the endpoints say, if they do.
         engine_kwargs: see `ENGINE_KWARGS`.
 
     Raises:
@@ -166,7 +165,7 @@ class OpenAIEngine(PoolEngine):
         await super().start()
 
     async def chat(self, prompt: ChatPrompt, sampling: SamplingParams, *, request_id: str) -> Completion:
-        return await self.generate(prompt.ids, sampling, request_id=request_id, chat=prompt)
+        return await self.generate([], sampling, request_id=request_id, chat=prompt)
 
 
 class OpenAIReplica:
@@ -375,7 +374,7 @@ class OpenAIReplica:
             ReplicaUnavailableError: they will not for long.
         """
         if self._tokens is not None:
-            tokens = (len(prompt.ids) or _estimated_tokens(prompt)) + sampling.max_tokens
+            tokens = _estimated_tokens(prompt) + sampling.max_tokens
             await self._tokens.acquire(min(tokens, self._tokens_per_minute))
         if self._requests is not None:
             await self._requests.acquire()

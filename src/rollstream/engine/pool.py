@@ -225,7 +225,7 @@ class PoolEngine:
         chat: ChatPrompt | None = None,
     ) -> Completion:
         """See `Engine.generate`; `chat`: the same as messages, for replicas that speak messages."""
-        check_request(prompt_ids, sampling, self.capabilities, images=images, is_chat=chat is not None)
+        check_request(prompt_ids, sampling, self.capabilities, images=images)
         sent = ReplicaRequest(prompt_ids, sampling, request_id, "", list(images or ()), chat=chat)
         request = self._requests[request_id] = _PoolRequest(sent)
         readiness, failures, has_waited = self._readiness, request.failures, False

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from rollstream.agent.base import AgentLoop, turn_seed
-from rollstream.agent.chat_answer import calls_of, identified
+from rollstream.agent.chat_answer import identified
 from rollstream.agent.images import shows_images
 from rollstream.aio import Backoff
 from rollstream.chat.images import image_part, load_image
@@ -279,9 +279,9 @@ class Recorder:
         """
         resources = self.loop.resources
         limit = resources.max_model_len
-        if limit is None or (not self.session.begun and resources.prompts.truncation != "error"):
+        if limit is None or (not self.session.begun and self.loop.prompts.truncation != "error"):
             return  # the rollout's own prompt is cut
-        if characters := resources.tokenizer.characters_beyond(limit, messages, tools):
+        if characters := self.loop.tokenizer.characters_beyond(limit, messages, tools):
             self.ran_out_of_room = True
             raise HTTPError(
                 400,
@@ -346,20 +346,13 @@ class Recorder:
         """Asks the engine, and waits for it while it is away."""
         clock = asyncio.get_running_loop().time
         away_since, backoff = None, Backoff(_FIRST_PROBE_S, _PROBE_S_MAX)
-        exact = self.loop.resources.token_exact
         while True:
             try:
                 # Calls that are open at once have ids and images of their own. `generate` reads them before it
                 # waits.
                 self.loop.request_id = ask.request_id
                 self.loop.images = self._templates.images_of(ask.messages) if self.takes_images else []
-                return await self.loop.generate(
-                    context,
-                    sampling,
-                    messages=None if exact else ask.messages,
-                    tools=list(ask.tools) or None,
-                    own_seed=True,
-                )
+                return await self.loop.generate(context, sampling, own_seed=True)
             except EngineUnavailableError:
                 away_since = clock() if away_since is None else away_since
                 if clock() - away_since >= self.engine_wait or gone():
@@ -386,7 +379,7 @@ class Recorder:
             )
         if call.stop and not resources.engine.capabilities.stop_strings:
             raise HTTPError(400, "the run's engine knows no stop strings", where="stop")
-        parser_stops = resources.parser_stop_ids if call.tools and resources.token_exact else ()
+        parser_stops = resources.parser_stop_ids if call.tools else ()
         return replace(
             run,
             max_tokens=min(run.max_tokens, room, call.max_tokens or room),
@@ -402,13 +395,6 @@ class Recorder:
         Only calls that can be executed are `tool_calls`.
         """
         resources, tokenizer = self.loop.resources, self.loop.tokenizer
-        if completion.message is not None:
-            message = {**completion.message, "content": completion.message.get("content") or ""}
-            if calls := message.pop("tool_calls", None):
-                given = zip(calls, calls_of(completion.message), strict=True)
-                if readable := [sent for sent, read in given if read.error is None]:
-                    message["tool_calls"] = readable
-            return message, None
         ids, stop, stops = completion.token_ids, None, call.stop
         tools = [*ask.tools, *call.deferred]
         parsed = resources.parse(ids, in_thinking=in_thinking, tools=tools)
@@ -420,7 +406,7 @@ class Recorder:
             if found := min((place for place in places if place[0] >= 0), default=None):
                 stop = found[1]
                 parsed = resources.parser.parse(text[: found[0]], in_thinking=in_thinking, tools=tools)
-        calls = identified(parsed.calls, resources.template, turn=ask.serial)
+        calls = identified(parsed.calls, resources.template.takes_call_id, turn=ask.serial)
         special = sorted(tokenizer.special_ids.intersection(ids))
         message = assistant_message(
             replace(parsed, calls=tuple(calls)),
@@ -466,7 +452,7 @@ class _Templates:
             return shown, self._loop.tokenizer.render(shown, tools=schemas or None)
         form = orjson.dumps([shown, schemas], option=orjson.OPT_SORT_KEYS)
         key = hashlib.blake2b(form, digest_size=16).hexdigest()
-        return shown, self._loop.resources.prompts.render(shown, prompt_key=key, tools=schemas)
+        return shown, self._loop.prompts.render(shown, prompt_key=key, tools=schemas)
 
     def after(
         self, turn: AnsweredCall, messages: Sequence[Message]

@@ -350,7 +350,6 @@ class Session:
             finish_reason="aborted" if reason == "abort" else reason,
             num_turns=2 * turn.ask.number,  # each answer answers something
             metrics=Metrics(engine_calls=len(turns)),
-            extra=track.marks,
         )
 
     def _tick(self) -> int:

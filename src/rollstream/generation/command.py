@@ -189,11 +189,9 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
         "rollouts": plan.total,
         "agent_loops": plan.loop_names,
         "tools": [schema["function"]["name"] for schema in setup.agents.tools.schemas],
-        "first_prompt_tokens": setup.prompts.length(row.messages, row.images, tools=tools)
-        if setup.tokenizer.makes_ids
-        else None,
+        "first_prompt_tokens": setup.prompts and setup.prompts.length(row.messages, row.images, tools=tools),
         "first_prompt": row.messages,
-        "first_prompt_text": setup.tokenizer.render_text(row.messages, tools=tools),
+        "first_prompt_text": setup.tokenizer and setup.tokenizer.render_text(row.messages, tools=tools),
         "engine": {"name": settings.actor_rollout_ref.rollout.name, **capabilities},
         "launch": launched,
         "identity": plan.manifest.identity,
@@ -266,12 +264,12 @@ async def _engine_capabilities(plan: GenerationPlan) -> dict[str, Any]:
 def _dry_run_text(report: Mapping[str, Any]) -> str:
     """The report for a person, as YAML: without digests and messages, and of a long prompt its two ends."""
     shown = {key: value for key, value in report.items() if key not in ("identity", "first_prompt")}
-    prompt = shown.pop("first_prompt_text")
+    prompt = shown.pop("first_prompt_text") or ""
     if len(prompt) > _PROMPT_SHOWN:
         prompt = f"{prompt[: _PROMPT_SHOWN // 2]}\n… (--json shows all) …\n{prompt[-_PROMPT_SHOWN // 2 :]}"
     shown["would_differ"] = [f"{key}: {old!r} -> {new!r}" for key, old, new in shown["would_differ"]]
     shown["launch"] = [{**replica, "command": shlex.join(replica["command"])} for replica in shown["launch"]]
-    shown["first_prompt"] = prompt.splitlines()
+    shown["first_prompt"] = prompt.splitlines() or report["first_prompt"]
     plain = orjson.loads(_json({key: value for key, value in shown.items() if value not in (None, [])}))
     return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=2**16))
 

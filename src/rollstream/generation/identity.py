@@ -11,7 +11,7 @@ import orjson
 from rollstream.config.settings import Settings
 from rollstream.engine.registry import data_deciding_kwargs, is_launched
 from rollstream.errors import IdentityMismatchError
-from rollstream.rollout.setup import RolloutSetup, has_tokenizer
+from rollstream.rollout.setup import RolloutSetup
 from rollstream.store.manifest import (
     DATASET_IDENTITY,
     LOOP_IDENTITY,
@@ -64,10 +64,11 @@ def build_identity(
     settings, tools = setup.settings, setup.agents.tools
     model, data = settings.actor_rollout_ref.model, settings.data
     rollout = settings.actor_rollout_ref.rollout
-    images = setup.images.processor.digest() if setup.images and setup.shows_images else None
+    tokenizer = setup.tokenizer
+    images = setup.images.processor.digest() if tokenizer and setup.images and setup.shows_images else None
     identity: dict[str, Any] = {
         "model.digest": model_digest(model.path) if model.path is not None else None,
-        "model.tokenizer": setup.tokenizer.digest() if has_tokenizer(settings) else None,
+        "model.tokenizer": tokenizer.digest() if tokenizer else None,
         "engine": rollout.name,
         **{
             f"engine.{key}": value

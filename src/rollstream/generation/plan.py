@@ -2,7 +2,7 @@
 
 import importlib.metadata
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from rollstream.generation.trackers import check_trackers
 from rollstream.memory import check_memory
 from rollstream.reward.custom import reward_of_function
 from rollstream.reward.rules import RuleReward, find_rule
-from rollstream.rollout.setup import RolloutSetup, build_setup, has_tokenizer, launches_on_ray, load_agents
+from rollstream.rollout.setup import RolloutSetup, build_setup, launches_on_ray, load_agents
 from rollstream.store.export.dataproto import ImageInputs, check_packages
 from rollstream.store.export.format import export_format
 from rollstream.store.manifest import Manifest, new_manifest, read_manifest
@@ -47,7 +47,7 @@ from rollstream.user_calls import in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
-_NOT_RECORDED = {"single_turn_agent", "tool_agent", "context_agent"}
+_NOT_RECORDED = {"single_turn_agent", "tool_agent", "context_agent", "chat_agent"}
 """Agent loops that call no program of `gateway`."""
 
 _OWN_EXECUTORS = ("local", "ray")
@@ -159,15 +159,15 @@ class GenerationPlan:
             prompts=[self.dataset.given_prompt(index) for index in indices],
         ):
             logger.warning("%s", line)
+        if (prompts := self.setup.prompts) is None:
+            return
         errors = []
         for index in indices[:_TRIED_ROWS]:
             row = self.dataset.row(index)
             if row.images:
                 return  # reading images takes its time; what is wrong with them shows in each rollout
             try:
-                self.setup.prompts.render(
-                    row.messages, prompt_key=row.prompt_key, tools=self.prompt_tools(row)
-                )
+                prompts.render(row.messages, prompt_key=row.prompt_key, tools=self.prompt_tools(row))
             except DataError as error:
                 errors.append(f"{self.dataset.location(index)}: {error}")
             else:
@@ -258,10 +258,7 @@ async def make_plan(
             facts.get("data_sources", {}),
         )
     dataset = await in_daemon_thread(partial(load_prompts, settings.data, known=known, rows=given.prompts))
-    has_ids = has_tokenizer(settings)
-    _check_exports(settings.generation.export, has_ids=has_ids)
-    if has_ids:
-        say("loading the tokenizer")
+    say("loading the tokenizer")
     reward, how = None, settings.custom_reward_function
     if given.reward is not None:
         reward = reward_of_function(given.reward, how.reward_kwargs, how.timeout, how.max_concurrency)
@@ -276,20 +273,20 @@ def resolve(config: DictConfig, say: Say = lambda what: None) -> DictConfig:
     if resolved.train_tasks:
         say("making the tasks' rows")
     resolve_tasks_into_config(resolved)
-    _check_exports(to_settings(resolved).generation.export)
+    _check_exports(to_settings(resolved))
     return resolved
 
 
-def _check_exports(names: Collection[str], *, has_ids: bool = True) -> None:
+def _check_exports(settings: Settings) -> None:
     """Raises `ConfigError` when a format of `generation.export` could not be written at the end."""
+    names = settings.generation.export
     for name in names:
         export_format(name)
     if "dataproto" in names:
         check_packages()
-        if not has_ids:
+        if not engine_kind(engine := settings.actor_rollout_ref.rollout.name).is_token_exact:
             raise ConfigError(
-                "generation.export=dataproto needs token ids, and without a tokenizer there are none "
-                "(actor_rollout_ref.model.tokenizer_path)"
+                f"generation.export=dataproto needs token ids, and engine {engine!r} gives none"
             )
 
 
@@ -316,11 +313,11 @@ def _make_plan(config: DictConfig, setup: RolloutSetup, dataset: PromptDataset, 
                     "rollouts run in others: set custom_reward_function.path"
                 )
     overlong = None
-    if settings.data.filter_overlong_prompts:
+    if settings.data.filter_overlong_prompts and (prompts := setup.prompts) is not None:
         say(f"looking for prompts of more than {rollout.prompt_length} tokens")
         overlong = filter_overlong(
             dataset,
-            lambda rows: setup.prompts.lengths(rows, setup.prompt_tools),
+            lambda rows: prompts.lengths(rows, setup.prompt_tools),
             rollout.prompt_length,
         )
         logger.info("left out %d of %d prompts that are too long", overlong.removed, overlong.checked)
@@ -394,7 +391,7 @@ def manifest_for(
         versions=versions,
         config={str(key): value for key, value in tree.items()},
         tools=tools,
-        pad_token_id=setup.tokenizer.pad_id,
+        pad_token_id=setup.pad_id,
         reward=setup.reward.source_digest,
     )
 

@@ -207,7 +207,7 @@ def _open(plan: GenerationPlan, stack: AsyncExitStack, report: ScoreReport | Non
         root,
         plan.manifest,
         config_yaml=plan.config_yaml,
-        tokenizer=plan.setup.tokenizer.to_json(),
+        tokenizer=plan.setup.stored_tokenizer(),
     )
     stack.callback(run.close)
     return run
@@ -482,7 +482,7 @@ class _OpenRun:
         Returns the first error; further ones are logged. Raises `DamageError`, `StoppedEarly`.
         """
         first: ConfigError | StorageError | None = None
-        paths, pad_id = self.directory.paths, self.plan.setup.tokenizer.pad_id
+        paths, pad_id = self.directory.paths, self.plan.setup.pad_id
 
         def write(name: str, cancelled: Callable[[], bool]) -> int:
             options: dict[str, Any] = {}

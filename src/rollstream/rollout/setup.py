@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollstream.agent.base import AgentResources, TurnLimits
+from rollstream.agent.chat_agent import ChatAgent
 from rollstream.agent.images import ImageReader
 from rollstream.agent.interactions import Interactions, load_interactions
 from rollstream.agent.prompt import PromptRenderer
@@ -21,10 +22,11 @@ from rollstream.agent.registry import AgentLoops, LoopEntry, load_agent_loops
 from rollstream.agent.single_turn import SingleTurnAgent
 from rollstream.agent.tools.session import ToolLimits
 from rollstream.agent.tools.toolbox import ToolBox, load_toolbox
+from rollstream.chat.images import require_pillow
 from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.processor import load_processor
 from rollstream.chat.template import TurnTemplate
-from rollstream.chat.tokenizer import ChatTokenizer, NoTokenizer, load_tokenizer
+from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.chat.tool_schema import load_tool_schemas, with_row_tools
 from rollstream.config.settings import RewardSettings, Settings
 from rollstream.engine.base import Engine
@@ -60,6 +62,9 @@ logger = logging.getLogger(__name__)
 _IN_FLIGHT = 256
 """Rollouts in flight where nothing says how many: what one server of a model with some billion parameters takes."""
 
+_STAND_INS = dict.fromkeys(("single_turn_agent", "tool_agent"), LoopEntry(ChatAgent))
+"""With an engine that speaks messages; it asks once, or over turns, by whether there are tools."""
+
 _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -72,31 +77,40 @@ class Agents:
     tools: ToolBox
     interactions: Interactions
 
-    def check(self, names: set[str], tokenizer: ChatTokenizer, *, show_tools: bool, images: bool) -> None:
+    def check(
+        self, names: set[str], tokenizer: ChatTokenizer | None, *, show_tools: bool, images: bool
+    ) -> None:
         """Refuses loops that cannot work.
 
         Args:
             names: of the loops that rows use.
-            tokenizer: its template has to show the tools.
+            tokenizer: its template has to show the tools; None with an engine that speaks messages.
             show_tools: whether it is asked to.
             images: whether rows have images.
 
         Raises:
             ConfigError: naming what to change.
         """
-        template = TurnTemplate(tokenizer)
-        unseen = [schema for schema in self.tools.schemas if not template.shows_tool(schema)]
-        if show_tools and unseen:
-            raise ConfigError(
-                f"the chat template does not tell the model of tool {unseen[0]['function']['name']!r}: give another "
-                f"({_MODEL}.custom_chat_template), or describe the tools in the prompts and set "
-                f"{_ROLLOUT}.multi_turn.show_tools=false"
-            )
+        template = None if tokenizer is None else TurnTemplate(tokenizer)
+        if template is not None and show_tools:
+            for schema in self.tools.schemas:
+                if not template.shows_tool(schema):
+                    raise ConfigError(
+                        f"the chat template does not tell the model of tool {schema['function']['name']!r}: give "
+                        f"another ({_MODEL}.custom_chat_template), or describe the tools in the prompts and set "
+                        f"{_ROLLOUT}.multi_turn.show_tools=false"
+                    )
         for name in sorted(names):
             self.loops.check_options(name)
             loop = self.loops.entry(name).loop
-            if loop.needs_tokenizer and not tokenizer.makes_ids:
-                raise ConfigError(f"agent loop {name!r} needs a tokenizer ({_MODEL}.tokenizer_path)")
+            if template is None and not loop.speaks_messages:
+                raise ConfigError(
+                    f"agent loop {name!r} works with token ids, and a hosted model has none: chat_agent is its loop"
+                )
+            if template is not None and loop.speaks_messages:
+                raise ConfigError(
+                    f"agent loop {name!r} works with messages only: it is for {_ROLLOUT}.name=openai"
+                )
             if images and not loop.sees_images:
                 raise ConfigError(f"agent loop {name!r} shows no images, and rows have some")
             if loop.needs_tools and not self.tools.schemas and not self.interactions.by_name:
@@ -104,6 +118,8 @@ class Agents:
                     f"agent loop {name!r} has neither tools nor interactions: set tool_config_path, "
                     f"function_tool_path or interaction_config_path of {_ROLLOUT}.multi_turn"
                 )
+            if template is None:
+                continue
             # A chat template by which the loop's turns cannot follow each other; nobody knows which a program takes.
             run = loop.prompt_tools(self.tools.schemas)
             is_program = run is None and loop is not SingleTurnAgent
@@ -117,7 +133,7 @@ class Agents:
                         raise ConfigError(f"agent loop {name!r}: {reason}")
                     logger.warning("agent loop %r may have one turn only: %s", name, reason)
                     break
-        if self.tools.schemas and not template.has_tool_role:
+        if template is not None and self.tools.schemas and not template.has_tool_role:
             logger.warning(
                 "the chat template has no role for tool results: the model gets them as a user's message"
             )
@@ -172,6 +188,7 @@ def _load_agents(settings: Settings, loops: AgentLoops | None, tools: Sequence[s
         entries = {
             "command_agent": LoopEntry(CommandAgent),
             "function_agent": LoopEntry(FunctionAgent),
+            **({} if engine_kind(rollout.name).is_token_exact else _STAND_INS),
             **load_agent_loops(rollout.agent.agent_loop_config_path),
         }
         for name, entry in entries.items():
@@ -204,8 +221,10 @@ class RolloutSetup:
     """What rollouts are executed with. Nothing of it is started."""
 
     settings: Settings
-    tokenizer: ChatTokenizer
-    prompts: PromptRenderer
+    tokenizer: ChatTokenizer | None
+    """None with an engine that speaks messages."""
+    prompts: PromptRenderer | None
+    """None without a tokenizer."""
     agents: Agents
     images: ImageReader | None
     """None when the model, or the machine, cannot read images."""
@@ -215,6 +234,15 @@ class RolloutSetup:
     """Schemas that loops without tools show in their prompts."""
     sampling: SamplingParams
     reward: FunctionReward | RuleReward
+
+    @property
+    def pad_id(self) -> int | None:
+        """The tokenizer's padding token."""
+        return None if self.tokenizer is None else self.tokenizer.pad_id
+
+    def stored_tokenizer(self) -> bytes | None:
+        """The tokenizer as a run directory keeps it."""
+        return None if self.tokenizer is None else self.tokenizer.to_json()
 
     def create_engine(self, log_dir: Path) -> Engine:
         """The configured engine, not started. Raises `ConfigError`."""
@@ -278,23 +306,11 @@ class RolloutSetup:
         Raises:
             ConfigError: naming what to change.
         """
-        rollout, data = self.settings.actor_rollout_ref.rollout, self.settings.data
+        rollout = self.settings.actor_rollout_ref.rollout
         if self.shows_images and not engine.capabilities.images:
             raise ConfigError(f"the prompt rows have images, but engine {rollout.name!r} takes none")
         stops = self.sampling.stop_token_ids
-        if not engine.capabilities.token_ids:  # what is done to ids here would not reach it
-            if data.truncation != "error":
-                raise ConfigError(
-                    f"data.truncation={data.truncation} cuts prompt ids, but this engine is sent messages"
-                )
-            if self.agents.tools.schemas and not self.agent_resources(engine).template.has_tool_role:
-                raise ConfigError(
-                    "the local chat template has no role for tool results, which a chat endpoint must be given: "
-                    f"set {_MODEL}.tokenizer_path or custom_chat_template"
-                )
-            if data.apply_chat_template_kwargs:
-                logger.warning("data.apply_chat_template_kwargs reaches the local tokenizer only")
-        elif self.agents.tools.schemas:
+        if self.tokenizer is not None and self.agents.tools.schemas:
             stops = (*stops, *self.agent_resources(engine).parser_stop_ids)
         check_capabilities(
             engine.capabilities,
@@ -312,7 +328,7 @@ class RolloutSetup:
         own = self.agents.prompt_tools(row.agent_name or rollout.agent.default_agent_loop, show_tools=show)
         if own is not None and not show:
             return own
-        return with_row_tools(self.prompts.tools if own is None else own, row.columns.get("tools"))
+        return with_row_tools((self.shown_tools or None) if own is None else own, row.columns.get("tools"))
 
     def agent_resources(self, engine: Engine) -> AgentResources:
         """What the agent loops share, for a started engine."""
@@ -325,6 +341,7 @@ class RolloutSetup:
             response_length=rollout.response_length,
             max_model_len=min(limits, default=None),
             tools=self.agents.tools,
+            shown_tools=self.shown_tools,
             show_tools=rollout.multi_turn.show_tools,
             turns=TurnLimits(rollout.multi_turn.max_assistant_turns, rollout.multi_turn.max_user_turns),
             parser_name=rollout.multi_turn.format,
@@ -387,12 +404,14 @@ def _build_setup(
     shown = load_tool_schemas(data.tool_config_path) if data.tool_config_path else []
     if reward is None:
         reward = load_configured_reward(settings.custom_reward_function)
-    tokenizer = _load_tokenizer(settings, shows_images=shows_images)
+    tokenizer = _load_tokenizer(settings)
     images = _load_images(settings, tokenizer, agents, needed=shows_images)
     return RolloutSetup(
         settings=settings,
         tokenizer=tokenizer,
-        prompts=PromptRenderer(
+        prompts=None
+        if tokenizer is None
+        else PromptRenderer(
             tokenizer,
             prompt_length=rollout.prompt_length,
             truncation=data.truncation,
@@ -419,24 +438,12 @@ def _build_setup(
     )
 
 
-def has_tokenizer(settings: Settings) -> bool:
-    """Whether there is a tokenizer. A chat endpoint's name of a model names none."""
-    model = settings.actor_rollout_ref.model
-    assert model.path is not None
-    return (
-        engine_kind(settings.actor_rollout_ref.rollout.name).is_token_exact
-        or model.tokenizer_path is not None
-        or model.path.startswith((".", "/", "~"))
-        or Path(model.path).is_dir()
-    )
-
-
-def _load_tokenizer(settings: Settings, *, shows_images: bool) -> ChatTokenizer:
-    """The model's tokenizer, or none. Refuses what cannot be done without one."""
-    model, data = settings.actor_rollout_ref.model, settings.data
+def _load_tokenizer(settings: Settings) -> ChatTokenizer | None:
+    """The model's tokenizer; None, and what would need one is refused, with an engine that speaks messages."""
+    model, data, rollout = settings.actor_rollout_ref.model, settings.data, settings.actor_rollout_ref.rollout
     path = model.tokenizer_path or model.path
     assert path is not None
-    if has_tokenizer(settings):
+    if engine_kind(rollout.name).is_token_exact:
         return load_tokenizer(
             path,
             custom_chat_template=model.custom_chat_template,
@@ -444,32 +451,35 @@ def _load_tokenizer(settings: Settings, *, shows_images: bool) -> ChatTokenizer:
             trust_remote_code=model.trust_remote_code,
         )
     needing = {
+        f"{_MODEL}.tokenizer_path": model.tokenizer_path,
         f"{_MODEL}.custom_chat_template": model.custom_chat_template,
         "data.apply_chat_template_kwargs": data.apply_chat_template_kwargs,
         "data.filter_overlong_prompts": data.filter_overlong_prompts,
         f"data.truncation={data.truncation}": data.truncation != "error",
-        "prompt rows with images": shows_images,
+        f"{_ROLLOUT}.multi_turn.show_tools=false": not rollout.multi_turn.show_tools,
     }
     if names := [name for name, needs in needing.items() if needs]:
         raise ConfigError(
-            f"{' and '.join(names)} cannot be had without a tokenizer, and {path!r} is the endpoint's name of a "
-            f"model: set {_MODEL}.tokenizer_path"
+            f"{' and '.join(names)}: engine {rollout.name!r} is sent messages, and the endpoint makes the prompt"
         )
-    logger.info("there is no tokenizer: only text is stored, and lengths are those that the endpoint counts")
-    return NoTokenizer()
+    return None
 
 
 def _load_images(
-    settings: Settings, tokenizer: ChatTokenizer, agents: Agents, *, needed: bool
+    settings: Settings, tokenizer: ChatTokenizer | None, agents: Agents, *, needed: bool
 ) -> ImageReader | None:
     """What reads images, if rows have some, or tools and agents may."""
     default = settings.actor_rollout_ref.rollout.agent.default_agent_loop
     may_come = bool(agents.tools.schemas) or agents.loops.entry(default).loop.brings_images
-    if not tokenizer.makes_ids or not (needed or may_come):
+    if not (needed or may_come):
         return None
     model = settings.actor_rollout_ref.model
     path = model.tokenizer_path or model.path
     assert path is not None
+    if tokenizer is None:
+        if needed:
+            require_pillow()
+        return ImageReader(None, allow_http=settings.data.fetch_images)
     try:
         processor = load_processor(path, tokenizer, trust_remote_code=model.trust_remote_code)
     except ConfigError as error:

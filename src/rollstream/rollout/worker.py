@@ -206,7 +206,7 @@ class RolloutWorker:
                 self.reward,
                 replace(row, extra_info={**row.extra_info, **loop.reward_info}),
                 trajectories,
-                decode=self.resources.tokenizer.decode,
+                decode=self.resources.decode,
                 snapshots=loop.snapshot_scoring,
                 final_answer=loop.final_answer,
                 on_error=self._count_unscored,
@@ -288,7 +288,7 @@ class RolloutWorker:
         check_trajectories(
             trajectories,
             logprobs=sampling.logprobs,
-            ids=self.resources.tokenizer.makes_ids,
+            ids=self.resources.tokenizer is not None,
             vocab_size=self.resources.vocab_size,
         )
         return trajectories

@@ -265,7 +265,7 @@ async def _open_run(
     """Opens the run directory. Raises `RunDirectoryError`."""
     settings = setup.settings
     path = Path(settings.trainer.default_local_dir).expanduser()
-    tokenizer, text = setup.tokenizer.to_json(), to_stored_yaml(given)
+    tokenizer, text = setup.stored_tokenizer(), to_stored_yaml(given)
     run = await in_daemon_thread(
         lambda: open_run(lock_run(path), path, manifest, config_yaml=text, tokenizer=tokenizer)
     )

@@ -132,7 +132,7 @@ _COUNTED: Final = ("prompt_tokens", "response_tokens", "sampled_tokens", "mean_l
 
 
 def _counts(row: TrajectoryRecord) -> tuple[int, int, int, float | None]:
-    """By `_COUNTED`; without a tokenizer, tokens as the endpoint counts them."""
+    """By `_COUNTED`; without ids, tokens as the endpoint counts them."""
     prompt, response, sampled = (
         len(row.prompt_ids) // 4,
         len(row.response_mask),

@@ -95,8 +95,8 @@ def trajectory(columns: RunColumns, row: int) -> Row:
     ]
     notes = []
     if not len(mine["prompt_ids"]):
-        notes.append("text only: the run had no tokenizer, so there are no token ids")
-    if isinstance(mine["extra"], dict) and mine["extra"].get("token_exact") is False:
+        notes.append("text only: a hosted model gives no token ids")
+    elif isinstance(mine["extra"], dict) and mine["extra"].get("token_exact") is False:
         notes.append("token ids are the local tokenizer's, not those that were sampled")
     if isinstance(mine["reward_extra"], dict) and "error" in mine["reward_extra"]:
         notes.append("the reward function failed on it")

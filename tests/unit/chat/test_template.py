@@ -119,7 +119,7 @@ def test_what_a_template_takes_and_shows_is_known() -> None:
 @pytest.mark.parametrize("name", NAMES)
 @given(answer=answers)
 @settings(max_examples=30)
-def test_any_answer_has_ids_and_something_may_follow_it(name: str, answer: Answer) -> None:
+def test_something_may_follow_any_answer(name: str, answer: Answer) -> None:
     """Also several calls where the template shows one, and arguments that are no mapping."""
     tokenizer = load(name)
     template = TurnTemplate(tokenizer)
@@ -132,23 +132,9 @@ def test_any_answer_has_ids_and_something_may_follow_it(name: str, answer: Answe
             for at, (call, given) in enumerate(zip(answer.calls, [{"x": 1}, '{"x": 1'], strict=False))
         ]
     question = [{"role": "user", "content": "what is 3 + 9"}]
-    ids = template.answer_ids(question, message, tools=TOOLS)
-    text = tokenizer.decode(ids, skip_special_tokens=False)
-    if not message.get("tool_calls"):
-        assert answer.content.strip() in text
-        added: list[Message] = [{"role": "user", "content": "and?"}]
-    else:
-        assert all(call["function"]["name"] in text for call in message["tool_calls"])
-        added = template.tool_messages(message["tool_calls"], ["12"] * len(message["tool_calls"]))
+    added: list[Message] = [{"role": "user", "content": "and?"}]
+    if calls := message.get("tool_calls"):
+        added = template.tool_messages(calls, ["12"] * len(calls))
+    ids = tokenizer.encode(answer.content)
     after = tokenizer.decode(template.ids_after([*question, message], added, sampled_ids=ids, tools=TOOLS))
     assert added[0]["content"] in after
-
-
-@pytest.mark.parametrize(("opener", "closer"), [("<think>", "</think>"), ("[THINK]", "[/THINK]")])
-@pytest.mark.parametrize("thought", ["", "hm"])
-def test_a_prompt_that_opens_a_thinking_block(opener: str, closer: str, thought: str) -> None:
-    """As DeepSeek-R1's: the prompt opens it, and the turns that the template shows leave it out."""
-    tokenizer = load("chatml", chatml("SHOW", f"{{{{ '{opener}\n' }}}}"))
-    answer = {"role": "assistant", "content": "12", "reasoning_content": thought}
-    ids = TurnTemplate(tokenizer).answer_ids([{"role": "user", "content": "hi"}], answer)
-    assert tokenizer.decode(ids, skip_special_tokens=False) == f"{thought}\n{closer}\n\n12<|im_end|>"

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.chat.tokenizer import ChatTokenizer, NoTokenizer, load_tokenizer
+from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.data.first_look import first_look
 from rollstream.data.row import parse_row
 from rollstream.demo import MODEL_PATH
@@ -15,7 +15,7 @@ def tokenizer() -> ChatTokenizer:
     return load_tokenizer(str(MODEL_PATH))
 
 
-def look(tokenizer: ChatTokenizer, *rows: dict[str, Any], scored: bool = True) -> list[str]:
+def look(tokenizer: ChatTokenizer | None, *rows: dict[str, Any], scored: bool = True) -> list[str]:
     parsed = [parse_row(dict(row), i, "prompt")[0] for i, row in enumerate(rows)]
     return first_look(parsed, tokenizer, scored=scored, prompts=[row["prompt"] for row in rows])
 
@@ -39,7 +39,7 @@ def test_a_template_in_the_text(tokenizer: ChatTokenizer) -> None:
     for prompt in (text, [{"role": "user", "content": text}], [{"role": "user", "content": parts}]):
         (line,) = look(tokenizer, {"prompt": prompt, "answer": "4"}, {"prompt": "Hi.", "answer": "4"})
         assert line.startswith("1 of the first 2 prompts") and "<|im_end|>, <|im_start|>" in line
-    assert look(NoTokenizer(), {"prompt": text, "answer": "4"}) == []
+    assert look(None, {"prompt": text, "answer": "4"}) == []
 
 
 def test_messages_as_json_text_are_said_once(tokenizer: ChatTokenizer) -> None:

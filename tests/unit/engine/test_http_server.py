@@ -54,7 +54,7 @@ async def test_no_redirect_is_followed(leading: tuple[str, list[str]]) -> None:
     await hosted.start()
     with pytest.raises(EngineError):
         await hosted.chat(
-            ChatPrompt([{"role": "user", "content": "hi"}], []),
+            ChatPrompt([{"role": "user", "content": "hi"}]),
             SamplingParams(4, logprobs=False),
             request_id="a",
         )

@@ -17,7 +17,7 @@ class SpeakingEngine(ScriptedEngine):
 
 
 async def test_engines_that_speak_messages_are_counted_too() -> None:
-    prompt = ChatPrompt([{"role": "user", "content": "1 + 1 ="}], [1])
+    prompt = ChatPrompt([{"role": "user", "content": "1 + 1 ="}])
     engine = ContinuingEngine(SpeakingEngine())
     assert isinstance(engine, ChatEngine)
     for name in ("a", "silent"):  # ids are the caller's; an endpoint may say how many tokens it sampled

@@ -24,7 +24,7 @@ CALL = {"type": "function", "id": "c00000000", "function": {"name": "add", "argu
 
 
 def ask(text: str = "2 + 3 =", **more: Any) -> ChatPrompt:
-    return ChatPrompt([{"role": "user", "content": text}], [1, 2, 3], **more)
+    return ChatPrompt([{"role": "user", "content": text}], **more)
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from rollstream.errors import ConfigError, EngineError
 from rollstream.trajectory import SamplingParams
 
 HOW = SamplingParams(32, temperature=0.7, top_p=0.9, logprobs=False)
-ASK = ChatPrompt([{"role": "user", "content": "2 + 3 ="}], [1, 2, 3])
+ASK = ChatPrompt([{"role": "user", "content": "2 + 3 ="}])
 
 
 def fields(prompt: ChatPrompt = ASK, sampling: SamplingParams = HOW, **options: Any) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def test_a_request_says_how_to_sample() -> None:
         "stream_options": {"include_usage": True},
     }
     more = fields(
-        ChatPrompt(ASK.messages, [1], tools=[{"type": "function"}]),
+        ChatPrompt(ASK.messages, tools=[{"type": "function"}]),
         SamplingParams(5, logprobs=False, seed=3, stop=("a", "b"), extra={"presence_penalty": 0.5}),
         max_tokens_key="max_completion_tokens",
         omit=["temperature", "top_p", "stream_options"],

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rollstream.agent.base import AgentLoop
+from rollstream.agent.chat_agent import ChatAgent
 from rollstream.agent.interactions import Interaction, Interactions
 from rollstream.agent.registry import AgentLoops, LoopEntry
 from rollstream.agent.tools.toolbox import ToolBox
@@ -137,17 +138,17 @@ def test_the_identity_is_of_loops_that_are_used(tmp_path: Path) -> None:
     assert agents(key).identity({"single_turn_agent"}, "hermes").keys() == {"agent.loops.single_turn_agent"}
 
 
-async def test_a_hosted_model_needs_no_tokenizer_but_for_images() -> None:
-    words = [
-        "actor_rollout_ref.model.path=gpt-x",
-        rollout("name", "openai"),
-        rollout("server_urls", "[http://127.0.0.1:1]"),
-    ]
-    settings = to_settings(as_config(words))
-    setup = await build_setup(settings, await load_agents(settings))
-    assert not setup.tokenizer.makes_ids
-    assert setup.prompts.render([{"role": "user", "content": "a"}], prompt_key="a") == []
-    with pytest.raises(ConfigError, match=r"tokenizer_path"):
-        setup.tokenizer.encode("a")
-    with pytest.raises(ConfigError, match="tokenizer_path"):
-        await build_setup(settings, await load_agents(settings), shows_images=True)
+async def test_a_hosted_model_has_a_loop_of_its_own() -> None:
+    words = ["actor_rollout_ref.model.path=gpt-x", rollout("server_urls", "[http://127.0.0.1:1]")]
+    settings = to_settings(as_config([*words, rollout("name", "openai")]))
+    setup = await build_setup(settings, await load_agents(settings), shows_images=True)
+    assert (setup.tokenizer, setup.prompts, setup.pad_id, setup.stored_tokenizer()) == (None,) * 4
+    for name in ("single_turn_agent", "tool_agent", "chat_agent"):
+        setup.agents.check({name}, None, show_tools=True, images=True)
+        assert setup.agents.loops.entry(name).loop is ChatAgent
+    with pytest.raises(ConfigError, match="'context_agent' works with token ids"):
+        setup.agents.check({"context_agent"}, None, show_tools=True, images=False)
+    with pytest.raises(ConfigError, match="'chat_agent' works with messages only"):
+        Agents(AgentLoops(), ToolBox(), Interactions()).check(
+            {"chat_agent"}, load("chatml"), show_tools=True, images=False
+        )

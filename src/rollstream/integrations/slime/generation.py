@@ -101,7 +101,7 @@ def run_generation(
     - `sampling_params`: `max_tokens` (needed), `temperature`, `top_p`, `top_k`, `stop`, `stop_token_ids`,
       `ignore_eos`, `seed`, `logprobs`, and numbers that the engine takes (`min_p`, …)
     - `skip_instance_ids`: each time an id stands here, one of its epochs is left out
-    - `tokenizer_path`: a folder below `--inputs`, or a hub name (default: what the server says)
+    - `tokenizer_path`: a folder below `--inputs`, or a hub name (default: what the server says; `openai` needs none)
     - `engine`, `model`: `sglang`, `vllm` or `openai`; the model's name (default: what the server answers to)
     - `agent_name`, `prompt_key`, `max_prompt_length`, `max_attempts`, `attempt_timeout`, `engine_timeout`,
       `max_assistant_turns`, `max_user_turns`, `tool_format`: as in a run
@@ -251,10 +251,10 @@ async def _find_engine(data: Mapping[str, Any], timeout: float) -> dict[str, Any
         models = [_text(data, "model")]  # an endpoint need not list its models
     if (server.models and not models) or (server.kind == "openai" and len(models) > 1):
         raise ConfigError(f"model: {server.url} serves {', '.join(server.models)[:500]}: name one of them")
-    tokenizer = data.get("tokenizer_path", server.tokenizer)
-    if tokenizer is None:
+    tokenizer = None if server.kind == "openai" else data.get("tokenizer_path", server.tokenizer)
+    if tokenizer is None and server.kind != "openai":
         raise ConfigError("tokenizer_path is missing: the folder or hub name of the model's tokenizer")
-    if "tokenizer_path" not in data and (folders := data.get("rollstream", {}).get("folders")):
+    if tokenizer and "tokenizer_path" not in data and (folders := data.get("rollstream", {}).get("folders")):
         rules = PayloadRules([*map(Path, folders["inputs"])], forbidden=Path(folders["forbidden"]))
         if rules.tokenizer(tokenizer) is None:
             raise ConfigError(

@@ -286,7 +286,8 @@ def _check_tokenizer(trainers: Any, setup: RolloutSetup) -> None:
     A chat template that the environment names, alone or with a tokenizer, is meant to be another one.
     """
     model = setup.settings.actor_rollout_ref.model
-    different = [] if trainers is None else setup.tokenizer.differences(trainers)
+    own = setup.tokenizer
+    different = [] if trainers is None or own is None else own.differences(trainers)
     if model.custom_chat_template is not None or model.tokenizer_path is not None:
         different = [what for what in different if what != "chat template"]
     if different:

@@ -137,7 +137,7 @@ class SequenceGenerator(GenerationThread):
         places = np.repeat(np.arange(len(rollouts)), [len(done.trajectories) for done in rollouts])
         tensors = pad(
             trajectories,
-            self._setup.tokenizer.pad_id or 0,
+            self._setup.pad_id or 0,
             prompt_width=rollout.prompt_length,
             response_width=rollout.response_length,
         )
