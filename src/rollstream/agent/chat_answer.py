@@ -1,4 +1,4 @@
-"""The answer of an engine that speaks messages, as the agent room has answers."""
+"""Answers of the model as messages, and the calls in them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,28 +10,24 @@ from rollstream.chat.parsers.base import ToolCall
 from rollstream.trajectory import Message
 
 
-def read_answer(message: Message | None, *, turn: int) -> Message:
-    """The message as chat templates want it: arguments of calls as mappings; as text if they are none.
+def read_answer(given: Message | None, *, turn: int) -> tuple[Message, list[ToolCall]]:
+    """The message that an endpoint gave, None for an empty one, and its calls, those that cannot be read included.
 
-    Args:
-        message: as the endpoint gave it; None is an answer with nothing in it.
-        turn: which answer of the rollout it is, for ids of calls.
+    `turn` is the number of the answer in the rollout, for ids of calls that have none.
     """
-    given = message or {"role": "assistant", "content": ""}
-    answer: Message = {"role": "assistant", "content": given.get("content") or ""}
-    if given.get("reasoning_content"):
-        answer["reasoning_content"] = given["reasoning_content"]
-    calls = [_read_call(call) for call in given.get("tool_calls") or ()]
-    if calls or "reasoning_content" in answer:
-        answer["content"] = answer["content"].strip()
+    given = given or {}
+    calls = identified([_read_call(call) for call in given.get("tool_calls") or ()], bool, turn=turn)
+    return answer_message(given.get("content") or "", given.get("reasoning_content"), calls), calls
+
+
+def answer_message(content: str, reasoning: str | None, calls: Sequence[ToolCall]) -> Message:
+    """An answer as chat templates want it."""
+    message: Message = {"role": "assistant", "content": content.strip() if reasoning or calls else content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
     if calls:
-        answer["tool_calls"] = [openai_call(call) for call in identified(calls, bool, turn=turn)]
-    return answer
-
-
-def calls_of(message: Message) -> list[ToolCall]:
-    """The tool calls of a message from `read_answer`, those that cannot be read included."""
-    return [_read_call(call) for call in message.get("tool_calls") or ()]
+        message["tool_calls"] = [openai_call(call) for call in calls]
+    return message
 
 
 def identified(calls: Sequence[ToolCall], takes: Callable[[str], bool], *, turn: int) -> list[ToolCall]:

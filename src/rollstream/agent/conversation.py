@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollstream.agent.base import AgentLoop
-from rollstream.agent.chat_answer import calls_of, identified, openai_call, read_answer
+from rollstream.agent.chat_answer import answer_message, identified, read_answer
 from rollstream.agent.images import SeenImage
 from rollstream.agent.tokens import TokenTrack
 from rollstream.chat.parsers.base import ToolCall
@@ -93,13 +93,7 @@ class Conversation:
         self.assistant_turns += 1
         parsed = resources.parse(completion.token_ids, in_thinking=in_thinking, tools=self._tools or ())
         calls = identified(parsed.calls, resources.template.takes_call_id, turn=self.assistant_turns)
-        message: Message = {"role": "assistant", "content": parsed.content}
-        if parsed.reasoning or calls:
-            message["content"] = parsed.content.strip()
-        if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
-        if calls:
-            message["tool_calls"] = [openai_call(call) for call in calls]
+        message = answer_message(parsed.content, parsed.reasoning, calls)
         self.messages.append(message)
         self._last = Turn(message, calls, completion, sampled_at)
         return self._last
@@ -212,9 +206,9 @@ class ChatConversation:
         )
         self._count(completion.usage)
         self.assistant_turns += 1
-        message = read_answer(completion.message, turn=self.assistant_turns)
+        message, calls = read_answer(completion.message, turn=self.assistant_turns)
         self.messages.append(message)
-        return Turn(message, calls_of(message) if self._executes else (), completion)
+        return Turn(message, calls if self._executes else (), completion)
 
     def add(self, messages: list[Message]) -> bool:
         """Adds what the model shall answer; False, and nothing is added, if there is no room for an answer."""

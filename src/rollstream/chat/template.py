@@ -38,8 +38,8 @@ _EXCHANGES = 8
 """The last calls with their results that are rendered; of older ones see `TurnTemplate._after`."""
 _TAIL = 16
 """Sampled ids that are compared with what follows: an end of turn is a few tokens."""
-_THINKING = {"<think>": "</think>", "[THINK]": "[/THINK]"}
-"""What opens a thinking block, and what closes it."""
+_THINKING = ("<think>", "[THINK]")
+"""What opens a thinking block."""
 
 _REWRITES = (
     "the chat template leaves an assistant's turn out, or renders it in another way, when messages follow it, so "
@@ -152,7 +152,7 @@ class TurnTemplate:
     def in_thinking(self, context: Sequence[int]) -> bool:
         """Whether a prompt leaves the model inside a thinking block that the template has opened."""
         tail = self._tokenizer.decode(list(context[-_TAIL:]), skip_special_tokens=False).rstrip()
-        return tail.endswith(tuple(_THINKING))
+        return tail.endswith(_THINKING)
 
     def _after(
         self, messages: Sequence[Message], added: Sequence[Message], tools: Tools

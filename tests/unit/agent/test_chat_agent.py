@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from rollstream.agent.base import AgentResources, TurnLimits
-from rollstream.agent.chat_answer import calls_of, read_answer
+from rollstream.agent.chat_answer import read_answer
 from rollstream.agent.conversation import ChatConversation
 from rollstream.agent.images import ImageReader
 from rollstream.agent.interactions import Interaction, Interactions
@@ -219,16 +219,15 @@ async def test_images_of_rows_and_tools_are_sent_as_data_urls(
 
 
 def test_answers_as_templates_want_them() -> None:
-    assert read_answer(None, turn=1) == {"role": "assistant", "content": ""}
+    assert read_answer(None, turn=1) == ({"role": "assistant", "content": ""}, [])
     given = calling('{"a": 1}', text=" 12 ") | {"reasoning_content": "hm", "odd": 1}
-    answer = read_answer(given, turn=1)
+    answer, (call,) = read_answer(given, turn=1)
     assert answer == {
         "role": "assistant",
         "content": "12",
         "reasoning_content": "hm",
         "tool_calls": calling({"a": 1})["tool_calls"],
     }
-    (call,) = calls_of(answer)
     assert (call.name, call.arguments, call.call_id, call.error) == ("add", {"a": 1}, "c1", None)
-    (empty,) = calls_of(read_answer(calling("", call_id=""), turn=1))
+    _, (empty,) = read_answer(calling("", call_id=""), turn=1)
     assert (empty.arguments, empty.call_id) == ({}, "c00010000")

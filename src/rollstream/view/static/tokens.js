@@ -348,6 +348,6 @@ export function Tokens({ id, row, colour, theme }) {
   if (state.error) return html`<p class="problem" role="alert">${state.error.message}</p>`;
   if (!state.data) return html`<p class="muted" aria-busy="true">Loading…</p>`;
   if (state.data.count === 0) return html`<p class="note">There are no tokens: ${state.data.reason
-    || "the run had no tokenizer"}.</p>`;
+    || "a hosted model gives none"}.</p>`;
   return html`<${Strip} data=${state.data} colour=${colour} theme=${theme} key=${state.row} />`;
 }
