@@ -236,6 +236,21 @@ def test_a_link_of_a_temporary_name_leads_nowhere(foreign: Path, tmp_path: Path)
     assert (tmp_path / "profile").read_text() == "mine"
 
 
+def test_a_folder_that_leads_to_another_run_is_not_repaired(foreign: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    (mine / "batches").mkdir(parents=True)
+    (mine / "batches" / "batch_000000.parquet").write_text("of another run")
+    shutil.rmtree(foreign / "batches")
+    (foreign / "batches").symlink_to(mine / "batches")
+    for words in (
+        ["validate", "--repair"],
+        ["export", "--format", "jsonl"],
+        ["score", "--reward", "mine.py"],
+    ):
+        assert main([words[0], str(foreign), *words[1:]]) in (1, 2)
+    assert [path.name for path in (mine / "batches").iterdir()] == ["batch_000000.parquet"]
+
+
 def test_what_a_terminal_would_obey_is_shown_escaped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,9 @@ _PATIENCE_S = 0.3
 _NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
+_FOLDERS = ("journal", "batches", "failed", "scores", "damaged", "logs", "merge.tmp")
+
+
 class LockHeldError(RunDirectoryError):
     """Another process has the lock.
 
@@ -77,10 +80,22 @@ class RunLock:
             self._fd = -1
 
 
+def run_lock(root: Path) -> RunLock:
+    """The lock of a run directory, for who writes there. Raises `RunDirectoryError`: a folder of the run is a link.
+
+    In a run that was downloaded it may lead to somebody's other run, which would be repaired as if it was this one.
+    """
+    if links := [name for name in _FOLDERS if (root / name).is_symlink()]:
+        raise RunDirectoryError(
+            f"{root}: {', '.join(links)} leads elsewhere: folders of a run must lie in it"
+        )
+    return RunLock(root / "run.lock")
+
+
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
     """Holds the lock of a run directory that is there. Raises `RunDirectoryError`."""
-    lock = RunLock(root / "run.lock")
+    lock = run_lock(root)
     try:
         lock.acquire()
     except OSError as error:

@@ -19,7 +19,7 @@ from rollstream.errors import (
 from rollstream.store.batch import DamagedFileError
 from rollstream.store.journal import sync_folder, write_file_durably
 from rollstream.store.keys import KeyStates, RunState
-from rollstream.store.lock import RunLock
+from rollstream.store.lock import RunLock, run_lock
 from rollstream.store.manifest import Manifest, check_identity, check_reward, read_manifest, write_manifest
 from rollstream.store.merge import Artifact, merge_batches
 from rollstream.store.paths import RunPaths, forget_batches, missing_batches
@@ -116,7 +116,7 @@ def lock_run(root: Path) -> RunLock:
         root.mkdir(parents=True, exist_ok=True)
         for folder in created:
             sync_folder(folder.parent)
-        lock = RunLock(root / "run.lock")
+        lock = run_lock(root)
         lock.acquire()
     except (FileExistsError, NotADirectoryError) as error:
         blocking = next(path for path in (root, *root.parents) if path.exists() and not path.is_dir())
