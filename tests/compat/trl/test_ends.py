@@ -34,7 +34,8 @@ class Told(TrainerCallback):  # type: ignore[misc]  # transformers is not follow
         setattr(self, at, self.tell)
 
     def tell(self, *_: Any, **more: Any) -> None:
-        for _again in range(self.times):
+        times, self.times = self.times, 0  # at the next step it would be another Ctrl-C
+        for _again in range(times):
             os.kill(os.getpid(), self.number)
 
 
