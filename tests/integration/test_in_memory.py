@@ -218,8 +218,9 @@ def test_leaving_the_loop_ends_the_engine(tmp_path: Path) -> None:
     pytest.importorskip("openvino_genai")
     given = config(tmp_path, Path("unused"))
     del given["data"]["train_files"]
+    given["generation"]["max_in_flight"] = 2  # so that the run is not over before its first rollout is taken
     before, during = psutil.Process().children(recursive=True), []
-    for one in rollstream.generate(given, prompts=ROWS, reward=compute_score):
+    for one in rollstream.generate(given, prompts=ROWS, reward=compute_score, ahead=1):
         during = [child for child in psutil.Process().children(recursive=True) if child not in before]
         assert one.final.response_ids
         break
