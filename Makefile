@@ -50,7 +50,7 @@ test-soak: .venv/.done
 	.venv/bin/python -m pytest -m soak --hypothesis-profile=random $(TEST_ARGS)
 	.venv/bin/python -m pytest tests/unit --hypothesis-profile=random $(TEST_ARGS)
 test-vllm: .venv/.done .venv-vllm/.done
-	ROLLSTREAM_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv/bin/python -m pytest tests/compat/test_vllm.py tests/conformance $(TEST_ARGS)
+	ROLLSTREAM_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python .venv/bin/python -m pytest tests/compat/test_vllm.py tests/compat/test_vllm_adapters.py tests/compat/test_vllm_weights.py tests/conformance $(TEST_ARGS)
 test-verl: export OMP_NUM_THREADS ?= 1
 test-verl: .venv-verl/.done
 	.venv-verl/bin/python -m pytest -n 2 --dist loadfile tests/compat/verl tests/unit/integrations/tracking tests/unit/training/test_collate.py $(TEST_ARGS)
@@ -81,7 +81,7 @@ demo-model: .venv/.done
 .venv/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP) torch
-	.venv/bin/python $(PIP) -e '.[openvino,hf,openai,tasks,mcp,images,dataproto,ray,buffer,postgres,wandb,tensorboard,trl,dev]'
+	.venv/bin/python $(PIP) -e '.[openvino,hf,lora,openai,tasks,mcp,images,dataproto,ray,buffer,postgres,wandb,tensorboard,trl,dev]'
 	touch $@
 
 .venv-demo/.ray: .venv-demo/.done

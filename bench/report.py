@@ -45,6 +45,30 @@ def write_json(path: Path | None, name: str, rows: Sequence[Mapping[str, Any]]) 
         path.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n")
 
 
+def draw_curves(
+    file: Path,
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    label: str,
+    *,
+    level: tuple[str, float] | None = None,
+) -> None:
+    """Draws figures over steps, each second line dashed; `level` is a dotted line across, with its name."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(6, 3.2))
+    for at, (name, curve) in enumerate(curves.items()):
+        axis.plot(*zip(*curve, strict=True), "--" if at % 2 else "-", label=name)
+    if level is not None:
+        axis.axhline(level[1], color="grey", linestyle=":", label=level[0])
+    axis.set(xlabel="step", ylabel=label)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=90)
+
+
 def cpu_seconds() -> float:
     """CPU time of this process, all threads, and of its children that have ended; user and system."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]

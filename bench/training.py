@@ -8,18 +8,29 @@ is a training loop of its own; a step's time is the mean once the pipeline is fi
 max(generation, training). `predicted` is the simulator told the durations that were asked for, `replayed`
 told those that were measured (a sleep on a busy machine takes longer), `forecast` told the distribution only
 (other draws).
+
+Last the trainer's own part of a step: forward and backward of the demo model by one thread of torch, alone, and
+beside an agent loop in Python that takes 30 ms of CPU a turn, in the trainer's process and in two others. The
+answers are a stub server's; a step's figure is the median, without waits for a core. What processes do to each
+other's caches shows beside two that have nothing to do with the trainer, and are as busy.
 """
 
 import asyncio
 import itertools
+import json
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean
+from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from bench.report import parse_options, print_table, write_json
+from rollstream.demo import MODEL_PATH
+from rollstream.integrations.configured_groups import ConfiguredGroups
 from rollstream.training import BatchesAhead, CallableGenerator, PlannedGroup, ShuffledPlan
 from rollstream.training.schedule import Order
 from rollstream.training.simulate import Duration, Setup, simulate
@@ -134,6 +145,124 @@ def measure(case: Case, ratio: tuple[int, int], unit: float, ahead: int, steps: 
     }
 
 
+LOOP = """
+import time
+from rollstream.agent.base import AgentLoop
+from rollstream.agent.conversation import Conversation
+
+class BusyAgent(AgentLoop):
+    async def run(self, sampling, *, raw_prompt, prompt_key, **row):
+        conversation = Conversation(self, raw_prompt, await self.render(raw_prompt, prompt_key=prompt_key))
+        await conversation.generate(sampling)
+        until = time.thread_time() + 0.03
+        while time.thread_time() < until:
+            pass
+        return conversation.trajectory("stop")
+"""
+
+STRANGER = """
+import time
+while True:
+    until = time.thread_time() + 0.03
+    while time.thread_time() < until:
+        pass
+    time.sleep(0.04)
+"""
+
+REWARD = """
+def compute_score(**given):
+    return 1.0
+"""
+
+
+def own_step(folder: Path, url: str, processes: int | None, steps: int) -> float:
+    """Seconds of the trainer's own work in a step; `processes` have the rollouts, None: there are none."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(MODEL_PATH, dtype=torch.float32)
+    ids = torch.randint(1, 200, (16, 32))
+
+    def clock() -> float:
+        """Seconds, without those in which this thread waited for a core that other processes had."""
+        waited = Path("/proc/thread-self/schedstat").read_text().split()[1]
+        return time.perf_counter() - int(waited) / 1e9
+
+    def step() -> float:
+        began = clock()
+        for _ in range(8):
+            model(input_ids=ids, labels=ids).loss.backward()
+        return clock() - began
+
+    if processes is None:
+        return median(step() for _ in range(steps))
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "loop.py").write_text(LOOP)
+    (folder / "loops.yaml").write_text(f"- name: busy_agent\n  _target_: {folder / 'loop.py'}:BusyAgent\n")
+    (folder / "rows.jsonl").write_text("\n".join(f'{{"prompt": "{one} + 1 ="}}' for one in range(64)))
+    rollout = "actor_rollout_ref.rollout"
+    groups = ConfiguredGroups(
+        [
+            f"actor_rollout_ref.model.path={MODEL_PATH}",
+            f"{rollout}.name=sglang",
+            f"{rollout}.server_urls=[{url}]",
+            f"{rollout}.n=4",
+            f"{rollout}.response_length=32",
+            f"{rollout}.agent.agent_loop_config_path={folder / 'loops.yaml'}",
+            f"{rollout}.agent.default_agent_loop=busy_agent",
+            f"custom_reward_function.path={folder / 'reward.py'}",
+            f"data.train_files={folder / 'rows.jsonl'}",
+            "generation.max_in_flight=3",
+            f"generation.processes={processes}",
+        ]
+    )
+    took = []
+    with BatchesAhead(ShuffledPlan(64), groups, groups_per_step=4, weights="in_flight") as batches:
+        for _ in range(steps):
+            batch = batches.next_batch()
+            took.append(step())
+            batches.trained(batch.step)
+            batches.update_weights("weights")
+    return median(took)
+
+
+def bench_beside(*, quick: bool) -> list[dict[str, Any]]:
+    """The trainer's own part of a step, beside rollouts here and there."""
+    command = [
+        sys.executable,
+        "-m",
+        "rollstream.testing.stub_server",
+        "--port",
+        "0",
+        "--latency",
+        "fixed:0.06",
+    ]
+    kinds = {
+        "alone": None,
+        "beside two strangers": None,
+        "loop in the trainer": 1,
+        "loop in two processes": 2,
+    }
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+        try:
+            for name, processes in kinds.items():
+                count = 2 if name.endswith("strangers") else 0
+                strangers = [subprocess.Popen([sys.executable, "-c", STRANGER]) for _ in range(count)]
+                seconds = own_step(Path(folder), url, processes, 8 if quick else 40)
+                for stranger in strangers:
+                    stranger.kill()
+                    stranger.wait()
+                alone = rows[0]["own step s"] if rows else seconds
+                rows.append({"kind": name, "own step s": seconds, "of alone": seconds / alone})
+        finally:
+            server.terminate()
+    return rows
+
+
 def bench() -> None:
     """Runs the benchmark."""
     options = parse_options(__doc__.split("\n")[0])
@@ -145,12 +274,16 @@ def bench() -> None:
         print_table(f"{case.name}, {steps} steps, {GROUPS} groups a batch and at once", mine)
         sys.stdout.flush()
         rows += mine
+    beside = bench_beside(quick=options.quick)
+    print_table("the trainer's own part of a step", beside)
     aim = next(row for row in rows if (row["gen:train"], row["ahead"]) == ("1:1", 1))
     asked, measured = (max(abs(row[name]) for row in rows) for name in ("error %", "replay error %"))
     print(f"\n1:1, constant, ahead 1: {aim['of ideal']:.3f} of the ideal (aim: at most 1.08)")
     print(f"prediction off by at most {asked:.1f} % (aim: 5); told measured durations, {measured:.1f} %")
     print(f"staleness within the bound in {sum(row['kept'] for row in rows)} of {len(rows)} runs (aim: all)")
-    write_json(options.json, "training", rows)
+    others = beside[-1]["own step s"] / beside[1]["own step s"]
+    print(f"beside a loop in processes: {others:.2f} of the step beside strangers (aim: at most 1.1)")
+    write_json(options.json, "training", [*rows, *beside])
 
 
 if __name__ == "__main__":

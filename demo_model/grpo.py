@@ -18,7 +18,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -130,8 +130,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if all(learnt) and all(kept) else 1
 
 
-def train(plan: Plan, *, seed: int, ahead: int, out: Path) -> Run:
-    """One training, from the shipped model; `ahead` batches are generated ahead."""
+def train(plan: Plan, *, seed: int, ahead: int, out: Path, name: str = "", **changed: Any) -> Run:
+    """One training, from the shipped model; `ahead` batches are generated ahead, `changed` are settings of TRL's."""
     import psutil  # type: ignore[import-untyped]
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -140,17 +140,14 @@ def train(plan: Plan, *, seed: int, ahead: int, out: Path) -> Run:
     from demo_model.chats import build_direct_chat
     from demo_model.encode import encode_chat
     from demo_model.evaluate import expect_accuracy
-    from demo_model.muon import MuonWithAdamW
     from demo_model.problems import Split, enumerate_pairs
-    from demo_model.shared_prompts import SharedPromptsTrainer
-    from rollstream.integrations.trl import GRPOEnvConfig
 
     transformers_logging.disable_progress_bar()
     logging.getLogger("rollstream").setLevel(logging.ERROR)  # of a learner some calls of tools are malformed
     torch.set_num_threads(plan.trainer_threads)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    name = f"{ahead} ahead" if ahead else "synchronous"
+    name = name or (f"{ahead} ahead" if ahead else "synchronous")
     run = Run(f"{name}, seed {seed}", seed, measure(model, tokenizer))
     print(f"{run.name}: start {_said(run.start)}", flush=True)
 
@@ -175,44 +172,17 @@ def train(plan: Plan, *, seed: int, ahead: int, out: Path) -> Run:
                 print(f"  step {state.global_step:5d}  {seconds:6.0f} s  accuracy {accuracy:.3f}", flush=True)
 
     run.curve.append((0, 0.0, expect_accuracy(model, looked_at)))
-    args = GRPOEnvConfig(
-        output_dir=str(out / f"trainer-{seed}-{ahead}"),
-        per_device_train_batch_size=plan.prompts * plan.repeats,
-        steps_per_generation=plan.steps_a_batch,
-        num_generations=plan.repeats,
-        max_completion_length=96,
-        max_steps=plan.steps,
-        loss_type="grpo",  # a rollout with a call has ten times the tokens, and no more to say
-        scale_rewards="none",
-        beta=0.0,
-        num_steps_async=ahead,
-        seed=seed,
-        logging_steps=plan.every,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
-        log_level="error",
-        weights_dir="/dev/shm" if Path("/dev/shm").is_dir() else None,
-    )
-    optimizer = MuonWithAdamW(
-        model.named_parameters(), muon_rate=plan.muon_rate, rate=plan.rate, betas=(0.9, plan.beta2)
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: learning_rate(plan, step, (time.monotonic() - began) / (60 * plan.minutes))
-    )
-    trainer = SharedPromptsTrainer(
+    trainer = make_trainer(
+        plan,
         model,
-        _environment(plan),
-        args,
-        train_dataset=_rows(seed),
-        processing_class=tokenizer,
-        callbacks=[Curve()],
-        optimizers=(optimizer, schedule),
+        tokenizer,
+        out / f"trainer-{seed}-{ahead}",
+        Curve(),
+        lambda: (time.monotonic() - began) / (60 * plan.minutes),
+        seed=seed,
+        num_steps_async=ahead,
+        **changed,
     )
-    trainer.pop_callback(_printer())
     trainer.train()
     run.cpu_seconds = _cpu(psutil.Process()) - cpu_began
     if trainer.step_times is not None:
@@ -221,6 +191,67 @@ def train(plan: Plan, *, seed: int, ahead: int, out: Path) -> Run:
     run.end = measure(model, tokenizer)
     model.save_pretrained(out / f"model-{seed}-{ahead}")
     return run
+
+
+def make_trainer(
+    plan: Plan,
+    model: Any,
+    tokenizer: Any,
+    out: Path,
+    callback: Any,
+    time_share: Callable[[], float],
+    *,
+    seed: int = 0,
+    dataset: Any = None,
+    **changed: Any,
+) -> Any:
+    """The demo's trainer of a model, for `learning_rate` told the share of its time that has passed.
+
+    `dataset`: its prompt rows; None: all problems of the training slice.
+    """
+    import torch
+    from transformers import PrinterCallback
+
+    from demo_model.muon import MuonWithAdamW
+    from demo_model.shared_prompts import SharedPromptsTrainer
+    from rollstream.integrations.trl import GRPOEnvConfig
+
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": plan.prompts * plan.repeats,
+        "steps_per_generation": plan.steps_a_batch,
+        "num_generations": plan.repeats,
+        "max_completion_length": 96,
+        "max_steps": plan.steps,
+        "loss_type": "grpo",  # a rollout with a call has ten times the tokens, and no more to say
+        "scale_rewards": "none",
+        "beta": 0.0,
+        "logging_steps": plan.every,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "log_level": "error",
+        "weights_dir": "/dev/shm" if Path("/dev/shm").is_dir() else None,
+    }
+    optimizer = MuonWithAdamW(
+        model.named_parameters(), muon_rate=plan.muon_rate, rate=plan.rate, betas=(0.9, plan.beta2)
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate(plan, step, time_share())
+    )
+    trainer = SharedPromptsTrainer(
+        model,
+        _environment(plan),
+        GRPOEnvConfig(**{**settings, "output_dir": str(out), "seed": seed, **changed}),
+        train_dataset=_rows(seed) if dataset is None else dataset,
+        processing_class=tokenizer,
+        callbacks=[callback],
+        optimizers=(optimizer, schedule),
+    )
+    trainer.pop_callback(PrinterCallback)  # prints all of TRL's numbers
+    return trainer
 
 
 def learning_rate(plan: Plan, step: int, time_share: float) -> float:
@@ -332,13 +363,6 @@ def _rows(seed: int) -> Any:
             for problem in some
         ]
     )
-
-
-def _printer() -> Any:
-    """The callback of transformers that prints all of TRL's numbers."""
-    from transformers import PrinterCallback
-
-    return PrinterCallback
 
 
 def _mean(hits: Iterable[bool]) -> float:

@@ -42,20 +42,9 @@ class SharedPromptsTrainer(GRPOEnvTrainer):
         finally:
             self._silent = None
 
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: torch.Tensor, attention_mask: Any, logits_to_keep: int, **more: Any
-    ) -> Any:
-        if self._skips_old_policy:
-            return super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, **more
-            )
+    def _forward(self, model: Any, *arguments: Any, **more: Any) -> Any:
         logps, entropies = completion_logprobs(
-            model,
-            input_ids,
-            attention_mask,
-            logits_to_keep,
-            temperature=self.temperature,
-            silent=self._silent,
+            model, *arguments, temperature=self.temperature, silent=self._silent
         )
         return logps, entropies, None
 

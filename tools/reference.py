@@ -25,6 +25,8 @@ MODULES: dict[str, Collection[str]] = {
     "engine.base": ("Engine", "Capabilities"),
     "engine.kind": (),
     "engine.hf": ("HFEngine",),
+    "engine.weight_channel": ("WeightChannel",),
+    "engine.weight_deltas": ("DeltaChannel",),
     "agent.base": ("AgentLoop",),
     "agent.conversation": ("Conversation", "Turn"),
     "agent.interactions": ("Interaction",),

@@ -78,6 +78,7 @@ class Channel:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, codec: Codec) -> None:
         self._reader, self._writer, self._codec = reader, writer, codec
+        self._sending = asyncio.Lock()
 
     @classmethod
     async def over(cls, end: socket.socket | int, codec: Codec = PICKLE) -> "Channel":
@@ -95,10 +96,11 @@ class Channel:
         body = memoryview(self._codec.encode(message))
         if len(body) > MAX_BYTES:
             raise ValueError(f"a message of {len(body)} bytes is too large")
-        self._writer.write(len(body).to_bytes(_LENGTH_BYTES))
-        for start in range(0, len(body), _PART):
-            self._writer.write(body[start : start + _PART])
-            await self._writer.drain()
+        async with self._sending:  # one message after the other: it waits between its parts
+            self._writer.write(len(body).to_bytes(_LENGTH_BYTES))
+            for start in range(0, len(body), _PART):
+                self._writer.write(body[start : start + _PART])
+                await self._writer.drain()
 
     async def receive(self) -> Any:
         """Returns the next message.

@@ -17,8 +17,10 @@ from rollstream import plugins
 from rollstream.buffer import command as buffer
 from rollstream.command_line import Command, add_commands, guarded, parse
 from rollstream.errors import ConfigError, DataError, RollstreamError, RunDirectoryError
+from rollstream.evaluate import annotate, audit
 from rollstream.evaluate import command as evaluation
 from rollstream.evaluate import score as scoring
+from rollstream.evaluate import select as selection
 from rollstream.stderr_log import at_work
 from rollstream.store.export.format import ExportFormat
 from rollstream.untrusted import printable
@@ -158,15 +160,35 @@ def _status(options: argparse.Namespace) -> int:
             print(msgspec.json.encode(row).decode())
         return 0
     status = read_status(options.run_dir, options.scores)
+    ledger = None
+    if (options.run_dir / "training").is_dir():
+        from rollstream.training.ledger import describe, read_ledger
+
+        ledger = read_ledger(options.run_dir)
+    run, sources = Run.open(options.run_dir, options.scores), {}
+    if (run.manifest.config.get("data") or {}).get("sources"):
+        from rollstream.evaluate.samples import figures_of_sources
+        from rollstream.store.columns import RunColumns
+
+        columns = RunColumns([run])
+        columns.refresh()
+        sources = figures_of_sources(columns)
     if options.json:
-        print(status_json(status).decode())
+        more = {"training": None if ledger is None else asdict(ledger), "sources": sources}
+        print(status_json(status, **{name: value for name, value in more.items() if value}).decode())
     else:
-        total = "?" if status.total is None else status.total
+        done = str(status.completed)
+        if ledger is None:  # nobody knows how many a training will have
+            done += "/?" if status.total is None else f"/{status.total}"
         reward = "-" if status.mean_reward is None else f"{status.mean_reward:.4f}"
         print(f"run directory   {status.run_dir} (created {status.created})")
-        print(
-            f"rollouts        {status.completed}/{total} done, {status.failed} failed, mean reward {reward}"
-        )
+        print(f"rollouts        {done} done, {status.failed} failed, mean reward {reward}")
+        for name, figures in sources.items():
+            mean = "-" if figures["mean_reward"] is None else f"{figures['mean_reward']:.4f}"
+            done = f"{figures['completed']} done, {figures['failed']} failed, mean reward {mean}"
+            print(f"{'source':<16}{printable(name or 'not known')}: {done}")
+        if status.half_done:
+            print(f"half done       {status.half_done} rollouts, whose turns are kept")
         if status.all_scores:
             print(f"scores          {', '.join(status.all_scores)} (--scores NAME)")
         _print_causes("failed", status.failure_causes)
@@ -178,11 +200,14 @@ def _status(options: argparse.Namespace) -> int:
         _print_causes("unscored", status.unscored_causes)
         where = f"{status.saved_batches} batches, {status.pending_rows} rows in the journal"
         print(f"trajectories    {status.rows} ({where})")
-        print(f"artifact        {'trajectories.parquet' if status.artifact else 'not merged yet'}")
+        if ledger is None:  # a training's store is not merged
+            print(f"artifact        {'trajectories.parquet' if status.artifact else 'not merged yet'}")
         if status.artifact_rows:
             print(f"                {status.artifact_rows} trajectories in it are in no batch any more")
         for name in status.stale:
             print(f"stale           {name}: of an earlier state of the run")
+        for number, line in enumerate(describe(ledger) if ledger is not None else ()):
+            print(f"{'' if number else 'training':<16}{printable(line)}")
         print(f"written by      {status.writer or 'nobody right now'}")
         for line in status.damage:
             print(f"damaged         {line}")
@@ -270,9 +295,9 @@ def _export(options: argparse.Namespace) -> int:
         )
         notes, damage = run.notes, run.damage
     print(f"wrote {', '.join(str(path) for path in done.files)} ({done.rows} rows)")
-    if (status := done.status) is not None and not status.finished:
-        total = "?" if status.total is None else status.total
-        notes = [f"the run of {total} rollouts is unfinished"]
+    endless = (options.run_dir / "training").is_dir()  # nobody knows how many rollouts a training will have
+    if (status := done.status) is not None and not status.finished and not endless:
+        notes = [f"the run of {'?' if status.total is None else status.total} rollouts is unfinished"]
     for note in notes:
         print(note)
     if upload:
@@ -383,6 +408,26 @@ _RUN_COMMANDS = {
         scoring.run,
         scoring.add_arguments,
         scoring.EPILOG,
+    ),
+    "select": Command(
+        "take the prompt rows whose rollouts went a certain way, for the next training",
+        selection.run,
+        selection.add_arguments,
+        selection.EPILOG,
+        is_silent=True,
+    ),
+    "annotate": Command(
+        "ask a model for its log-probs of a run's tokens, without generating",
+        annotate.run,
+        annotate.add_arguments,
+        annotate.EPILOG,
+    ),
+    "audit": Command(
+        "say how far a run's log-probs are from those of a stream",
+        audit.run,
+        audit.add_arguments,
+        audit.EPILOG,
+        is_silent=True,
     ),
 }
 

@@ -11,6 +11,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from rollstream.errors import ConfigError
 
 HYDRA_HINT = (
     " (that is an option of Hydra's. Here --config FILE names a file, which may have defaults:, --show-config "
@@ -94,3 +97,17 @@ def guarded(body: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def read_key_values(words: Sequence[str]) -> dict[str, Any]:
+    """The words of `--engine-kwargs`, dotted keys and YAML's values. Raises `ConfigError`."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError  # type: ignore[import-untyped]
+
+    try:
+        values = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"--engine-kwargs cannot be read: {' '.join(str(error).split())}") from error
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}

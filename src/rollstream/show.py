@@ -11,7 +11,7 @@ from rich.text import Text
 from rollstream.chat.token_text import TokenText, read_token_text
 from rollstream.errors import ConfigError
 from rollstream.store.run import FoundTrajectory
-from rollstream.trajectory import is_side_call
+from rollstream.trajectory import CONTINUES, REWARD_STREAMS, is_side_call, reward_values
 from rollstream.untrusted import printable
 
 _ROLE_STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -32,8 +32,15 @@ def print_trajectory(found: FoundTrajectory, *, tokens: bool, console: Console |
     )
     reward = "not scored" if row["reward"] is None else f"{row['reward']:g}"
     line(f"reward {reward}   finish {row['finish_reason']}   data source {row['data_source']}")
-    if row["reward_extra"]:
-        line(f"reward says {orjson.dumps(row['reward_extra']).decode()}")
+    if isinstance(begun := row["extra"].get(CONTINUES), dict):
+        line(
+            f"goes on with {', '.join(f'{name} {value}' for name, value in begun.items() if name != 'prompt')}"
+        )
+    said = dict(row["reward_extra"])
+    if isinstance(said.get("tokens"), list):
+        said["tokens"] = f"{len(said['tokens'])} numbers: --tokens"
+    if said:
+        line(f"reward says {orjson.dumps(said).decode()}")
     if not row["prompt_ids"]:
         line("text only: a hosted model gives no token ids")
     elif row["extra"].get("token_exact") is False:
@@ -90,10 +97,13 @@ def _by_mask(row: dict[str, Any], texts: TokenText | None) -> Text:
 
 
 def _token_lines(row: dict[str, Any], texts: TokenText | None) -> Iterator[str]:
-    logprobs = row["response_logprobs"] or [None] * len(row["response_ids"])
-    yield f"{'at':>6} {'id':>8} mask {'log-prob':>9} token"
-    columns = zip(row["response_ids"], row["response_mask"], logprobs, strict=True)
-    for at, (token, mask, logprob) in enumerate(columns):
+    found = {"log-prob": row["response_logprobs"] or [None] * len(row["response_ids"])}
+    for stream in REWARD_STREAMS:
+        values = reward_values(stream, row["reward_extra"], row["response_mask"])
+        found |= {} if values is None else {stream.removesuffix("_rewards"): values}
+    yield " ".join([f"{'at':>6} {'id':>8} mask", *(f"{name:>9}" for name in found), "token"])
+    columns = zip(row["response_ids"], row["response_mask"], *found.values(), strict=True)
+    for at, (token, mask, *numbers) in enumerate(columns):
         word = "" if texts is None else repr(texts.decode([token]))
-        value = "" if logprob is None else f"{logprob:9.4f}"
-        yield f"{at:>6} {token:>8} {mask:>4} {value:>9} {word}"
+        cells = [f"{'' if value is None else f'{value:.4f}':>9}" for value in numbers]
+        yield " ".join([f"{at:>6} {token:>8} {mask:>4}", *cells, word])

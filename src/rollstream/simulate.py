@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--order", choices=["plan", "first"], default="plan", help="of delivery (default: plan)")
     add(
         "--weights",
-        choices=["drain", "in_flight"],
+        choices=["drain", "in_flight", "pinned"],
         default="drain",
-        help="whether weight updates wait for idle engines (default: drain)",
+        help="whether weight updates wait for idle engines (default: drain); pinned is predicted as in_flight",
     )
     add(
         "--dropped",

@@ -1,9 +1,9 @@
 """The nouns every room shares. Ragged: nothing is padded anywhere but in an exporter that needs it."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
 """Why an engine stopped: an end token or stop string, the token limit, or an abort."""
@@ -11,8 +11,21 @@ FinishReason = Literal["stop", "length", "abort"]
 LogprobKind = Literal["raw", "processed"]
 """Log-probs are of the model's own distribution (raw), or of the one that was drawn from (processed)."""
 
+REWARD_STREAMS: Final = {"step_rewards": "steps", "token_rewards": "tokens"}
+"""Numbers per token that a reward gives: what they are called in its `reward_extra`."""
+
+OWN_REWARD: Final = "own_reward"
+"""In a trajectory's `extra`: `reward` and `extra` as its agent gave them, which a function that sees groups leaves."""
+
+CONTINUES: Final = "continues"
+"""The column of a row that goes on with a stored conversation: which one, from where."""
+
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and what else the chat template knows (`tool_calls`, ...)."""
+
+
+STREAMS: Final = "token_streams"
+"""Key of a trajectory's `extra`: numbers per response token, by the name of their stream."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -50,6 +63,13 @@ class PromptRow:
     images: list[str | bytes] = field(default_factory=list)
     """The image of each image part of `messages`, in their order: a path or URL, or the bytes of an image file.
     They are never stored: the image parts of `messages` say which they were."""
+
+    @property
+    def stored_prompt(self) -> dict[str, Any] | None:
+        """The token ids that are the prompt, and what they suppose, see `data.stored`; None: it is rendered."""
+        given = self.columns.get(CONTINUES)
+        prompt = given.get("prompt") if isinstance(given, dict) else None
+        return prompt if isinstance(prompt, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +185,12 @@ class Trajectory:
         return is_side_call(self.extra)
 
     @property
+    def streams(self) -> dict[str, list[float]]:
+        """Numbers per response token that were asked for beside the log-probs, or that the loop gave: by name."""
+        found = self.extra.get(STREAMS)
+        return found if isinstance(found, dict) else {}
+
+    @property
     def response_length(self) -> int:
         """Tokens of the response; those that the endpoint counts where there are no ids."""
         if self.prompt_ids:
@@ -189,6 +215,38 @@ def is_side_call(extra: Mapping[str, Any]) -> bool:
 def sampled_stretches(response_mask: Iterable[int]) -> list[tuple[int, int]]:
     """Start and end of each run of sampled tokens."""
     return [found.span() for found in re.finditer(b"[^\0]+", bytes(response_mask))]
+
+
+def turn_values(response_mask: Sequence[int], turns: Sequence[float]) -> list[float]:
+    """The number of each turn of the model on all of its tokens, 0.0 on the others."""
+    values = [0.0] * len(response_mask)
+    for (start, end), value in zip(sampled_stretches(response_mask), turns, strict=True):
+        values[start:end] = [value] * (end - start)
+    return values
+
+
+def reward_values(
+    stream: str, reward_extra: Mapping[str, Any], response_mask: Sequence[int]
+) -> list[float] | None:
+    """One of `REWARD_STREAMS`, 0.0 where the mask is 0; None where the reward gave none that fit.
+
+    `step_rewards` has the number of each turn on all of its tokens.
+    """
+    values = reward_extra.get(REWARD_STREAMS[stream])
+    if not isinstance(values, list) or not all(isinstance(one, int | float) for one in values):
+        return None
+    if stream == "step_rewards":
+        fits = len(values) == len(sampled_stretches(response_mask))
+        return turn_values(response_mask, values) if fits else None
+    if len(values) != len(response_mask):
+        return None
+    return [float(value) if sampled else 0.0 for value, sampled in zip(values, response_mask, strict=True)]
+
+
+def of_rollout(reward_extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reward says of the whole: trainers that make a mean of each part take no lists of turns and tokens."""
+    lists = {name for name in REWARD_STREAMS.values() if isinstance(reward_extra.get(name), list)}
+    return {name: value for name, value in reward_extra.items() if name not in lists}
 
 
 @dataclass(slots=True)

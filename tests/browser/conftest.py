@@ -43,7 +43,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     view_runs.large_run(root / "large", 20_000)
     (root / "training").mkdir()
     history = [
-        {"step": step, "reward": step / 100, "staleness/mean": 0.5, "staleness/max": 2, "loss": 1 / step}
+        {
+            "step": step,
+            "reward": step / 100,
+            "staleness/mean": step % 2 / 2,
+            "staleness/max": 2,
+            "dropped": 0,
+            "loss": 1 / step,
+        }
         for step in range(1, 41)
     ]
     (root / "training" / "trainer_state.json").write_text(json.dumps({"log_history": history}))

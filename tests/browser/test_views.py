@@ -95,13 +95,34 @@ def test_list_is_filtered_by_text_and_by_form_and_its_address_is_the_view(
         " return all.length > 1 && all.every((it, n) => n === 0 || all[n - 1] >= it); }",
         arg=column,
     )
+    expect(page.locator(".shown .row").first).not_to_contain_text("…")  # its texts have come
     first = page.locator(".shown .row").first.inner_text()
     again = visit(page.url.split("#/")[1])
+    expect(again.locator(".shown .row").first).not_to_contain_text("…")
     expect(again.locator(".shown .row").first).to_have_text(re.compile(re.escape(first.split()[0])))
     assert again.locator(".shown .row").first.inner_text() == first
     page.get_by_label("Filter").fill("reward < much")
     page.get_by_role("button", name="Apply").click()
     expect(page.locator(".problem mark")).to_have_text("much")
+
+
+def test_list_has_the_texts_and_the_overview_something_to_read(visit: Visit, ids: dict[str, str]) -> None:
+    page = visit(f"run/{ids['agent']}/rows?filter=is_snapshot%20%3D%20false")
+    row = page.locator(".shown .row").first
+    expect(row).to_contain_text("Weather in city 0?")
+    expect(row).to_contain_text(re.compile("A heavy coat, and boots!|Light clothes"))
+    expect(row).to_contain_text('{"clothes":')
+    page = visit(f"run/{ids['agent']}")
+    expect(page.locator(".samples a")).to_have_count(3)
+    expect(page.locator(".samples a").first).to_contain_text("reward 1")
+    expect(page.locator("#failures")).to_contain_text("no city N")
+    page.locator(".samples a").last.click()
+    expect(page.locator(".facts")).to_contain_text("ground truth")
+
+
+def test_settings_that_differ_stand_above_a_comparison(visit: Visit, ids: dict[str, str]) -> None:
+    page = visit(f"compare/{ids['agent']}/{ids['second']}")
+    expect(page.locator(".line", has_text="Settings that differ")).to_contain_text("data.rows.count 24 → 20")
 
 
 def test_list_scrolls_to_its_end_and_a_row_opens_by_keys(visit: Visit, ids: dict[str, str]) -> None:
@@ -252,6 +273,7 @@ def test_training_shows_a_step_and_finds_a_curve(visit: Visit, ids: dict[str, st
     expect(page.locator("h1")).to_have_text("Prompt 7")
     page = visit(f"training/{ids['training']}?step=5")
     expect(page.locator(".panel.wide")).to_contain_text("does not say which groups")
+    expect(page.locator("summary", has_text="figures that never changed")).to_be_visible()
     page.get_by_label("Curves").fill("stale")
     expect(page.locator(".curves")).to_have_count(1)
 
@@ -279,6 +301,20 @@ def test_token_leaves_the_address_and_goes_along_with_each_request(runs: Any, vi
         page.locator(".sources tbody a").first.click()
         expect(page.locator(".solve a").first).to_be_visible()
         page.close()  # before its server goes
+
+
+def test_sources_are_found_by_words_and_sorted_by_a_column(visit: Visit) -> None:
+    page = visit()
+    names = page.locator(".sources tbody tr:not(.folder) td:nth-child(2) a")
+    expect(names).to_have_count(6)
+    page.get_by_label("Find").fill("SEC finished")
+    expect(names).to_have_text(["second"])
+    page.get_by_label("Find").fill("")
+    page.get_by_role("button", name="done").click()
+    expect(names.first).to_have_text("large")
+    page.get_by_role("button", name="done").click()
+    expect(names.last).to_have_text("training")  # has none
+    expect(page.locator(".whisker").first).to_be_visible()
 
 
 def test_view_that_does_not_exist_says_so(visit: Visit, ids: dict[str, str]) -> None:

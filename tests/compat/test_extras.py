@@ -28,6 +28,7 @@ FIRST_RUN = (
 EXTRAS: dict[str, tuple[str, ...]] = {
     "openvino,tasks": ("demo train_tasks.0.size=4 --output demo", *FIRST_RUN),
     "hf": FIRST_RUN,
+    "lora": ("import peft",),
     "trl": (*FIRST_RUN, "from rollstream.integrations.trl import GRPOEnvTrainer"),
     "verl": (*FIRST_RUN, "from rollstream.integrations.verl import loop"),
     "dataproto": ("import tensordict, torch",),
@@ -48,7 +49,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 }
 """What is tried with each: words of `rollstream`, or a line of Python."""
 
-TORCHED = ("hf", "trl", "verl", "dataproto")
+TORCHED = ("hf", "lora", "trl", "verl", "dataproto")
 
 
 def test_every_extra_is_tried() -> None:

@@ -1,13 +1,16 @@
 """Engine `vllm` against real vLLM servers on a CPU. `make test-vllm` makes their environment, and runs it."""
 
 import asyncio
+import itertools
 import json
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,11 @@ from openai import AsyncOpenAI
 from rollstream.demo import MODEL_PATH
 from rollstream.engine.base import ChatPrompt, Engine
 from rollstream.engine.continuation import ContinuingEngine
+from rollstream.engine.kind import EngineOptions
 from rollstream.engine.openai import OpenAIEngine
-from rollstream.engine.openvino import OpenVINOEngine
-from rollstream.engine.vllm import VLLMEngine
+from rollstream.engine.vllm import VLLMEngine, VLLMReplica
+from rollstream.engine.weight_channel import WeightChannel
+from rollstream.engine.weight_deltas import DeltaChannel
 from rollstream.engine.weight_probe import own_logprobs, write_probe
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.gateway.app import Endpoint
@@ -39,7 +44,6 @@ pytestmark = [
 
 GREEDY = SamplingParams(24, temperature=0.0)
 LONG = SamplingParams(3000, ignore_eos=True, seed=1)
-HOT = SamplingParams(60, temperature=1.5)
 QUESTIONS = [f"What is {i * 13 % 97} + {i * 31 % 89}?" for i in range(20)]
 
 
@@ -108,12 +112,6 @@ def reference() -> Reference:
     return Reference(MODEL_PATH)
 
 
-async def answer(engine: Engine, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[Completion]:
-    return await asyncio.gather(
-        *(engine.generate(prompt, how, request_id=str(i)) for i, (prompt, how) in enumerate(asked))
-    )
-
-
 async def test_capabilities_are_found_out(server: Server, engine: VLLMEngine) -> None:
     found = engine.capabilities
     assert found.logprobs == ("raw" if server.route == "generate" else "processed")
@@ -123,101 +121,22 @@ async def test_capabilities_are_found_out(server: Server, engine: VLLMEngine) ->
     assert await engine.health()
 
 
-async def test_greedy_answers_are_those_of_a_forward_pass(
-    engine: VLLMEngine, prompts: list[list[int]], reference: Reference, tmp_path: Path
-) -> None:
-    answers = await answer(engine, [(prompt, GREEDY) for prompt in prompts])
-    for prompt, completion in zip(prompts, answers, strict=True):
-        ids, logprobs = reference.score(prompt, completion.token_ids)
-        assert completion.token_ids == ids
-        assert completion.logprobs == pytest.approx(logprobs, abs=1e-3)
-        assert (completion.finish_reason, ids[-1]) == ("stop", 2)  # the end token is part of it
-    embedded = OpenVINOEngine(MODEL_PATH, log_path=tmp_path / "engine.log")
-    await embedded.start()
-    expected = await answer(embedded, [(prompt, GREEDY) for prompt in prompts])
-    await embedded.close()
-    assert [c.token_ids for c in answers] == [c.token_ids for c in expected]
-
-
-async def test_logprobs_are_what_the_engine_says(
-    engine: VLLMEngine, prompts: list[list[int]], reference: Reference
-) -> None:
-    raw = engine.capabilities.logprobs == "raw"
-    # Processed log-probs are those after top-p and top-k as well, which the reference does not know.
-    how = replace(HOT, top_p=0.9, top_k=50) if raw else HOT
-    asked = [(prompt, replace(how, seed=i)) for i, prompt in enumerate(prompts)]
-    for (prompt, _), completion in zip(asked, await answer(engine, asked), strict=True):
-        temperature = 1.0 if raw else HOT.temperature
-        _, logprobs = reference.score(prompt, completion.token_ids, temperature)
-        assert completion.logprobs == pytest.approx(logprobs, abs=1e-3)
-    without = await engine.generate(prompts[0], replace(how, logprobs=False), request_id="a")
-    assert without.logprobs is None and without.token_ids
-
-
-async def test_seeds_repeat_whatever_else_is_in_the_batch(
-    engine: VLLMEngine, prompts: list[list[int]]
-) -> None:
-    asked = [(prompts[i % 4], replace(HOT, seed=i)) for i in range(24)]
-    together = await answer(engine, asked)
-    alone = [await engine.generate(prompt, how, request_id="a") for prompt, how in asked]
-    assert [c.token_ids for c in alone] == [c.token_ids for c in together]
-    assert len({tuple(c.token_ids) for c in together}) > 12
-
-
-async def test_how_a_generation_ends(engine: VLLMEngine, prompts: list[list[int]]) -> None:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(MODEL_PATH / "tokenizer.json"))
-    how = replace(HOT, seed=3, ignore_eos=True)
-    prompt = prompts[0]
-    free = await engine.generate(prompt, how, request_id="a")
-    assert (free.finish_reason, len(free.token_ids)) == ("length", 60)
-    wanted = free.token_ids[20]
-    stopped = await engine.generate(prompt, replace(how, stop_token_ids=(wanted,)), request_id="a")
-    assert stopped.finish_reason == "stop"
-    assert stopped.token_ids == free.token_ids[: free.token_ids.index(wanted) + 1]
-    texts = [tokenizer.decode(free.token_ids[i : i + 2], skip_special_tokens=False) for i in range(50)]
-    special = tokenizer.decode([2], skip_special_tokens=False)
-    for text in (next(text for text in texts if text.isalnum()), special):
-        cut = await engine.generate(prompt, replace(how, max_tokens=400, stop=("none", text)), request_id="a")
-        assert cut.finish_reason == "stop"
-        assert text in tokenizer.decode(cut.token_ids, skip_special_tokens=False)
-        assert text not in tokenizer.decode(cut.token_ids[:-1], skip_special_tokens=False)
-        assert cut.token_ids[:60] == free.token_ids[: len(cut.token_ids)]
-        assert len(cut.logprobs or []) == len(cut.token_ids)
-
-
 async def test_abort_and_cancel_end_a_request_in_the_server(server: Server, engine: VLLMEngine) -> None:
-    task = asyncio.create_task(engine.generate([1, 5], LONG, request_id="a"))
-    await server.until_running(1, task)
+    (task,) = await server.at_work(partial(engine.generate, [1, 5], LONG, request_id="a"))
     await engine.abort("a")
     part = await asyncio.wait_for(task, 60)
-    await server.until_running(0)
+    await server.until_idle()
     assert part.finish_reason == "abort"
     assert len(part.logprobs or []) == len(part.token_ids) < 3000
     if server.route == "generate":  # without an abort route, what there was is lost
         again = await engine.generate([1, 5], replace(LONG, max_tokens=400), request_id="b")
         assert part.token_ids[:400] == again.token_ids[: len(part.token_ids)]
-    task = asyncio.create_task(engine.generate([1, 5], LONG, request_id="c"))
-    await server.until_running(1, task)
+    (task,) = await server.at_work(partial(engine.generate, [1, 5], LONG, request_id="c"))
     task.cancel()
     await asyncio.wait((task,))
     assert task.cancelled()
-    await server.until_running(0)
+    await server.until_idle()
     await engine.abort("unknown")
-
-
-async def test_many_at_once(engine: VLLMEngine, prompts: list[list[int]], reference: Reference) -> None:
-    asked = [
-        (prompts[i % 20] + [5] * (i % 7), SamplingParams(8 + i, seed=i, ignore_eos=i % 2 == 0))
-        for i in range(64)
-    ]
-    answers = await answer(engine, asked)
-    for (prompt, how), completion in zip(asked, answers, strict=True):
-        assert len(completion.token_ids) == how.max_tokens or completion.finish_reason == "stop"
-        assert completion.logprobs == pytest.approx(
-            reference.score(prompt, completion.token_ids)[1], abs=1e-3
-        )
 
 
 async def test_the_servers_own_refusals(server: Server) -> None:
@@ -247,8 +166,8 @@ async def test_other_weights(
     if server.route != "generate":
         pytest.skip("needs the generate route and VLLM_SERVER_DEV_MODE=1")
     before = await engine.generate(prompts[0], GREEDY, request_id="a")
-    over = asyncio.create_task(engine.generate(prompts[0], replace(LONG, max_tokens=1500), request_id="b"))
-    await server.until_running(1, over)
+    how = replace(LONG, max_tokens=1500)
+    (over,) = await server.at_work(partial(engine.generate, prompts[0], how, request_id="b"))
     await engine.update_weights(str(changed), 7)
     after = await engine.generate(prompts[0], GREEDY, request_id="a")
     first = await over
@@ -278,12 +197,6 @@ async def test_other_weights(
     assert logprobs[start:] == pytest.approx(new.score(prompts[0], first.token_ids)[1][start:], abs=1e-3)
 
 
-async def test_log_probs_of_given_ids(server: Server, engine: VLLMEngine, reference: Reference) -> None:
-    ids = [1 + at * 37 % 500 for at in range(200)]
-    scores = await engine.score(ids, 4)
-    assert scores == pytest.approx(reference.score(ids[:4], ids[4:])[1], abs=1e-3)
-
-
 def probed(folder: Path) -> str:
     """The folder, with what a trainer says of its weights."""
     from transformers import AutoModelForCausalLM
@@ -310,6 +223,8 @@ async def test_weights_are_compared_with_the_trainers(
 
 
 async def test_a_tied_output_layer_stays_the_old_one_so_no_weights_are_given(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     tied = copy_model(tmp_path / "tied", scale=1.1, head=None)
     ids = [1 + at * 37 % 500 for at in range(100)]
     with vllm_server("generate", tmp_path / "server.log") as server:
@@ -317,6 +232,12 @@ async def test_a_tied_output_layer_stays_the_old_one_so_no_weights_are_given(tmp
         await engine.start()
         try:
             assert not engine.capabilities.update_weights
+            state = AutoModelForCausalLM.from_pretrained(tied).state_dict()
+            replica = VLLMReplica(server.url, EngineOptions(None))
+            with pytest.raises(EngineError, match=r"not configured.*--weight-transfer-config"):
+                await replica.update_weights(WeightChannel().put(None, state), 1)
+            assert await replica.health()
+            await replica.close()
             with pytest.raises(EngineError, match="cannot update weights"):
                 await engine.update_weights(str(tied), 1)
             # When vLLM mends this, the refusal can go.
@@ -331,6 +252,53 @@ async def test_a_tied_output_layer_stays_the_old_one_so_no_weights_are_given(tmp
             await engine.close()
 
 
+async def test_updates_by_files_of_what_changed_while_it_generates(
+    server: Server, engine: VLLMEngine, untied: Path, tmp_path: Path
+) -> None:
+    if server.route != "generate":
+        pytest.skip("needs the generate route and VLLM_SERVER_DEV_MODE=1")
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(untied, dtype=torch.float32)
+    channel, random = DeltaChannel(tmp_path / "source", timeout=120), torch.Generator().manual_seed(0)
+    words = ["-m", "rollstream", "weights", str(tmp_path / "source"), str(tmp_path / "copies")]
+    copier = await asyncio.create_subprocess_exec(sys.executable, *words)
+    ids, scores, versions = [1 + at * 37 % 500 for at in range(60)], [], []
+
+    async def generate() -> None:
+        for number in itertools.count():
+            completion = await engine.generate(ids[:2], LONG, request_id=f"over {number}")
+            versions.append([version for _, version in completion.policy_versions])
+
+    await engine.update_weights(str(untied), 0)  # another test may have left others
+    generating = asyncio.create_task(generate())
+    try:
+        for version in range(1, 6):
+            with torch.no_grad():
+                for tensor in model.parameters():
+                    some = torch.rand(tensor.shape, generator=random) < 0.05
+                    tensor.add_(some * tensor.abs().mean() * torch.randn(tensor.shape, generator=random))
+            await engine.update_weights(await asyncio.to_thread(channel.put, model), version)
+            logits = (await asyncio.to_thread(model, torch.tensor([ids]))).logits[0].log_softmax(-1)
+            scores.append([logits[at, token].item() for at, token in enumerate(ids[1:])])
+            assert await engine.score(ids) == pytest.approx(scores[-1], abs=1e-4), version
+        while {5} != set(versions[-1]):  # what has begun after the last update
+            await asyncio.wait([generating], timeout=0.1)
+            assert not generating.done(), generating
+        assert all(each == sorted(each) for each in versions), versions
+        assert any(len(each) > 1 for each in versions), versions
+        assert all(max(map(abs, torch.tensor(a) - torch.tensor(b))) > 0.05 for a, b in pairwise(scores))
+        sizes = [path.stat().st_size for path in (tmp_path / "source").glob("*.delta.safetensors")]
+        whole = sum(one.nbytes for one in model.state_dict().values())
+        assert len(sizes) == 4 and max(sizes) < whole / 3
+    finally:
+        generating.cancel()
+        copier.terminate()
+        await asyncio.wait([generating, asyncio.ensure_future(copier.wait())])
+        await engine.update_weights(str(untied), 0)
+
+
 async def test_what_an_update_interrupts_goes_on_with_the_new_weights(
     server: Server, prompts: list[list[int]], reference: Reference, changed: Path, untied: Path
 ) -> None:
@@ -339,10 +307,9 @@ async def test_what_an_update_interrupts_goes_on_with_the_new_weights(
     engine = ContinuingEngine(VLLMEngine([server.url], model_path=str(MODEL_PATH)))
     await engine.start()
     how = replace(LONG, max_tokens=1500, temperature=0.0, seed=None)
-    tasks = [
-        asyncio.create_task(engine.generate(p, how, request_id=str(i))) for i, p in enumerate(prompts[:8])
-    ]
-    await server.until_running(8, *tasks)
+    tasks = await server.at_work(
+        *(partial(engine.generate, p, how, request_id=str(i)) for i, p in enumerate(prompts[:8]))
+    )
     await engine.update_weights(str(changed), 11)
     try:
         new, cut = Reference(changed), 0
@@ -466,8 +433,9 @@ def test_a_run_from_end_to_end(server: Server, reference: Reference, tmp_path: P
 
 async def test_a_server_that_is_killed(server: Server, engine: VLLMEngine) -> None:
     """The last one: it leaves no server."""
-    tasks = [asyncio.create_task(engine.generate([1, 5], LONG, request_id=str(i))) for i in range(4)]
-    await server.until_running(4, *tasks)
+    tasks = await server.at_work(
+        *(partial(engine.generate, [1, 5], LONG, request_id=str(i)) for i in range(4))
+    )
     server.kill(signal.SIGKILL)
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
     assert {type(result) for result in results} == {EngineUnavailableError}

@@ -44,6 +44,14 @@ class Reference:
         logprobs = (logits / temperature).log_softmax(-1)
         return logits.argmax(-1).tolist(), logprobs.gather(1, torch.tensor([[i] for i in ids]))[:, 0].tolist()
 
+    def top(self, ids: Sequence[int], start: int, top_k: int) -> tuple[list[list[int]], list[list[float]]]:
+        """The likeliest ids in the places of `ids[start:]`, and their log-probs."""
+        torch = self._torch
+        with torch.no_grad():
+            logits = self._model(torch.tensor([[*ids]])).logits[0, start - 1 : -1]
+        found = logits.log_softmax(-1).topk(top_k)
+        return found.indices.tolist(), found.values.tolist()
+
     def penalized(
         self,
         prompt: Sequence[int],

@@ -5,21 +5,21 @@ forward pass. An engine that lacks something says so in its capabilities; then, 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from rollstream.demo import MODEL_PATH
-from rollstream.engine.base import Engine, ScoresIds
+from rollstream.engine.base import Engine, ScoresIds, ScoresTopK
 from rollstream.engine.continuation import PartialCompletion
-from rollstream.errors import EngineError, EngineUnavailableError
+from rollstream.errors import EngineError
 from rollstream.sampling import PLAIN
 from rollstream.trajectory import Completion, SamplingParams
 from tests.conformance.engines import NAMES, missing, started
 from tests.conformance.reference import END, Reference
+from tests.support.forward import answer
 from tests.support.until import PATIENCE_S
 
 pytest.importorskip("torch")
@@ -32,8 +32,6 @@ HOT = SamplingParams(40, temperature=1.5)
 LONG = SamplingParams(1500, temperature=0.0, ignore_eos=True)
 TOLERANCE = 1e-3
 """Nats. Float32 kernels differ by 1e-5; half precision would differ by more than this."""
-
-Asked = Sequence[tuple[list[int], SamplingParams]]
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +60,6 @@ def prompts(reference: Reference) -> list[list[int]]:
     return [reference.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
 
-async def answer(engine: Engine, asked: Asked) -> list[Completion]:
-    return await asyncio.gather(
-        *(engine.generate(prompt, how, request_id=str(i)) for i, (prompt, how) in enumerate(asked))
-    )
-
-
 async def test_it_says_what_it_can_do(engine: Engine) -> None:
     found = engine.capabilities
     assert found.token_ids
@@ -91,8 +83,9 @@ async def test_greedy_answers_are_those_of_a_forward_pass(
 async def test_logprobs_are_of_the_kind_it_says(
     engine: Engine, prompts: list[list[int]], reference: Reference
 ) -> None:
-    temperature = 1.0 if engine.capabilities.logprobs == "raw" else HOT.temperature
-    answers = await answer(engine, [(prompt, HOT) for prompt in prompts])
+    is_raw = engine.capabilities.logprobs == "raw"  # then also under top-p and top-k
+    temperature, how = (1.0, replace(HOT, top_p=0.9, top_k=50)) if is_raw else (HOT.temperature, HOT)
+    answers = await answer(engine, [(prompt, how) for prompt in prompts])
     for prompt, completion in zip(prompts, answers, strict=True):
         _, logprobs = reference.score(prompt, completion.token_ids, temperature)
         assert completion.logprobs == pytest.approx(logprobs, abs=TOLERANCE)
@@ -130,6 +123,26 @@ async def test_log_probs_of_given_ids(
     assert len(await engine.score(ids[:2])) == 1
 
 
+async def test_the_likeliest_ids_in_the_places_of_given_ones(
+    request: pytest.FixtureRequest, engine: Engine, reference: Reference
+) -> None:
+    if not isinstance(engine, ScoresTopK) or not engine.capabilities.score_top_k:
+        pytest.skip("it says it knows none")
+    ids = [3 + at * 37 % 500 for at in range(300)]
+    for start, top_k in ((1, 1), (5, 8)):
+        scores = await engine.score_top(ids, start, top_k)
+        assert len(scores.top_ids) == len(scores.logprobs) == len(ids) - start
+        assert {len(one) for one in scores.top_ids + scores.top_logprobs} == {top_k}
+        assert scores.logprobs == pytest.approx(await engine.score(ids, start), abs=TOLERANCE)
+        if "stub" in request.node.name:  # whose are made up
+            continue
+        wanted_ids, wanted = reference.top(ids, start, top_k)
+        for place, values in enumerate(wanted):
+            assert scores.top_logprobs[place] == pytest.approx(values, abs=TOLERANCE)
+        same = sum(one == other for one, other in zip(scores.top_ids, wanted_ids, strict=True))
+        assert same > 0.95 * len(wanted), "but for those that are equally likely"
+
+
 async def test_a_seed_repeats_whatever_else_is_in_flight(engine: Engine, prompts: list[list[int]]) -> None:
     if not engine.capabilities.seeds:
         pytest.skip("it says it has no seeds")
@@ -165,14 +178,14 @@ async def test_stop_strings(engine: Engine, prompts: list[list[int]], reference:
     if not engine.capabilities.stop_strings:
         pytest.skip("it says it has none")
     whole = (await reference.answer(prompts[0], replace(LONG, max_tokens=200))).token_ids
-    text = reference.text(whole[5:8])  # over several tokens
-    how = replace(LONG, max_tokens=200, stop=("none of this", text))
-    cut = await engine.generate(prompts[0], how, request_id="a")
-    assert cut.finish_reason == "stop"
-    assert cut.token_ids == whole[: len(cut.token_ids)]
-    assert text in reference.text(cut.token_ids)
-    assert text not in reference.text(cut.token_ids[:-1])
-    assert len(cut.logprobs or []) == len(cut.token_ids)
+    for text in (reference.text(whole[5:8]), reference.text([END])):  # over several tokens; a special one
+        how = replace(LONG, max_tokens=200, stop=("none of this", text))
+        cut = await engine.generate(prompts[0], how, request_id="a")
+        assert cut.finish_reason == "stop"
+        assert cut.token_ids == whole[: len(cut.token_ids)]
+        assert text in reference.text(cut.token_ids)
+        assert text not in reference.text(cut.token_ids[:-1])
+        assert len(cut.logprobs or []) == len(cut.token_ids)
 
 
 async def test_64_at_once_are_not_mixed_up(
@@ -244,19 +257,3 @@ async def test_bad_prompts_are_refused_alone(engine: Engine, prompts: list[list[
     assert dict(zip(bad, map(type, refused), strict=True)) == dict.fromkeys(bad, EngineError)
     for completion in (first, last):
         assert isinstance(completion, Completion) and completion.finish_reason == "stop"
-
-
-@pytest.mark.parametrize("name", ["openvino", "hf", "stub"])
-async def test_its_end(name: str, tmp_path: Path, reference: Reference) -> None:
-    async with started(name, tmp_path, reference) as other:
-        task = asyncio.create_task(other.generate([1, 5], LONG, request_id="a"))
-        await asyncio.sleep(
-            0
-        )  # an answer cannot be read before the engine closes, however slow the machine is
-        await other.close()
-        with pytest.raises(EngineUnavailableError):
-            await asyncio.wait_for(task, PATIENCE_S)
-        with pytest.raises(EngineUnavailableError):
-            await other.generate([1, 5], GREEDY, request_id="b")
-        assert not await other.health()
-        await other.close()

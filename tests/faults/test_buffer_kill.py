@@ -178,7 +178,8 @@ class FullDisk:
 
     def fill(self) -> None:
         """Writes groups, by both routes, until nothing is taken."""
-        refusals, size, before = 0, 40_000, len(self.stored)
+        # The first bodies lie in files beside the database, later ones in its rows.
+        refusals, size, before = 0, 80_000, len(self.stored)
         while refusals < 8:
             number = len(self.stored) + len(self.refused)
             items = group(number, (0, 1), pad="x" * size)

@@ -102,6 +102,26 @@ async def test_a_worker_that_is_killed_is_replaced(tmp_path: Path, backend: Back
     assert keys_on_disk(tmp_path) == every_key(rows)
 
 
+@elsewhere
+async def test_what_a_killed_worker_had_finished_of_rollouts_goes_on(
+    tmp_path: Path, backend: Backend
+) -> None:
+    async with Harness(tmp_path, backend, ScriptedRecipe(loop="patient_agent"), workers=1) as harness:
+        harness.executor.turns = harness.writer
+        await harness.start()
+        work = asyncio.create_task(harness.work(3))
+        keys = [RolloutKey(index, repeat) for index, repeat, _ in every_key(3)]
+        await until(lambda: all(len(harness.writer.turns_of(key)) == 2 for key in keys))
+        os.kill(harness.executor.pids[0], signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE_S):
+            await work
+        assert not harness.run.state.turns
+    for row in (
+        row for table in Run.open(tmp_path).rows(["metrics", "response_mask"]) for row in table.to_pylist()
+    ):
+        assert (row["metrics"]["engine_calls"], row["response_mask"]) == (3.0, [1] * 12)
+
+
 @everywhere
 async def test_a_stop_finishes_what_is_in_flight(tmp_path: Path, backend: Backend) -> None:
     async with Harness(tmp_path, backend, ScriptedRecipe(latency=0.3), workers=1, max_in_flight=8) as harness:

@@ -1,10 +1,11 @@
 """A training loop with simulated work that is killed again and again: what `test_training_kill` looks at.
 
-    python -m tests.faults.training_loop FOLDER ORDER STEPS KILLS SEED
+    python -m tests.faults.training_loop FOLDER ORDER STEPS KILLS SEED [store]
 
 Forks the loop, kills it with SIGKILL at a random moment, forks it anew, which goes on from its checkpoint;
 after so many kills it is left alone. A checkpoint is one file with "the weights" (all that was trained on, in
-order) and the batches' state: both or neither, as a real one should be.
+order) and the batches' state: both or neither, as a real one should be. With a store it is made every third step only;
+`made.log` has each rollout once it was durable, `trained.log` each batch with what its rollouts are.
 """
 
 import asyncio
@@ -18,35 +19,50 @@ from pathlib import Path
 
 from rollstream.training import BatchesAhead, CallableGenerator, PlannedGroup, ShuffledPlan
 from rollstream.training.schedule import Order
+from rollstream.training.store import TrainingStore
+from tests.support.training import StoredGroups
 
 ROWS = 23
 GROUPS = 4
 
 
+def never_works(group: PlannedGroup) -> bool:
+    return group.position % 11 == 5
+
+
 async def generate(group: PlannedGroup) -> list[int]:
-    if group.position % 11 == 5:
+    if never_works(group):
         raise ValueError("this prompt never works")
     await asyncio.sleep(random.random() * 0.01)
     return [group.index]
 
 
-def train(folder: Path, order: Order, steps: int) -> None:
+async def taken(source: str, version: int) -> None:
+    """An engine that takes any weights."""
+
+
+def train(folder: Path, order: Order, steps: int, *, stored: bool) -> None:
     """Goes on from the checkpoint, if there is one, up to `steps`."""
     checkpoint = folder / "checkpoint.json"
     weights: list[list[list[int]]] = []
     batches = BatchesAhead(
         ShuffledPlan(ROWS, seed=3),
-        CallableGenerator(generate),
+        StoredGroups(made=(folder / "made.log").open("a", buffering=1).write, fails=never_works)
+        if stored
+        else CallableGenerator(generate, update_weights=taken),
         groups_per_step=GROUPS,
         max_staleness=2,
         order=order,
         weights="in_flight",
         on_group_failure="drop_and_refill",
+        store=TrainingStore(folder / "store", resume=not checkpoint.exists()) if stored else None,
     )
+    log = (folder / "trained.log").open("a", buffering=1)
     if checkpoint.exists():
         saved = json.loads(checkpoint.read_text())
         weights = saved["weights"]
         batches.load_state_dict(saved["state"])
+    batches.start(weights="those of the checkpoint" if weights else None)
     with batches:
         while batches.step < steps:
             batch = batches.next_batch(60)
@@ -54,13 +70,22 @@ def train(folder: Path, order: Order, steps: int) -> None:
             weights.append([[group.position, group.epoch, group.index] for group in batch.groups])
             time.sleep(0.003)
             batches.trained(batch.step)
+            if stored:
+                content = [
+                    [group.start, [one.final.response_ids for one in group.rollouts]]
+                    for group in batch.groups
+                ]
+                log.write(json.dumps([batch.step, content]) + "\n")
+            if stored and batches.step % 3 and batches.step < steps:
+                batches.update_weights()
+                continue
             half = folder / "checkpoint.half"
             half.write_text(json.dumps({"weights": weights, "state": batches.state_dict()}))
             half.replace(checkpoint)
             batches.update_weights()
 
 
-def main(folder: Path, order: Order, steps: int, kills: int, seed: int) -> None:
+def main(folder: Path, order: Order, steps: int, kills: int, seed: int, *, stored: bool) -> None:
     """The parent: it has no threads, so forking is safe."""
     rng = random.Random(seed)
     killed = 0
@@ -68,10 +93,10 @@ def main(folder: Path, order: Order, steps: int, kills: int, seed: int) -> None:
         child = os.fork()
         if child == 0:
             random.seed(rng.random() + killed)
-            train(folder, order, steps)
+            train(folder, order, steps, stored=stored)
             os._exit(0)
         if killed < kills:
-            time.sleep(rng.uniform(0.0, 0.15))
+            time.sleep(rng.uniform(0.0, 0.4 if stored else 0.15))
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         if os.WIFSIGNALED(status):
@@ -85,4 +110,5 @@ def main(folder: Path, order: Order, steps: int, kills: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))  # type: ignore[arg-type]
+    numbers = map(int, sys.argv[3:6])
+    main(Path(sys.argv[1]), sys.argv[2], *numbers, stored=sys.argv[6:] == ["store"])  # type: ignore[arg-type]

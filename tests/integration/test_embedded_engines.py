@@ -76,12 +76,6 @@ async def test_seeds_repeat_whatever_else_is_in_the_batch(start: Start) -> None:
         assert one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
 
 
-async def test_without_a_seed_answers_differ(start: Start) -> None:
-    how = SamplingParams(20, ignore_eos=True, temperature=2.0)  # without top-k, which is not greedy
-    answers = await answer(await start(), [([5, 6], how)] * 8)
-    assert len({tuple(c.token_ids) for c in answers}) == 8
-
-
 async def test_more_work_than_the_cache_holds_queues_and_stays_exact(start: Start, module: Any) -> None:
     # At most some three of these fit at once; to preempt one would give wrong log-probs.
     engine = await start(num_kv_blocks=12, max_num_seqs=64)

@@ -18,6 +18,7 @@ from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
 from tests.faults.runs import stub_server, write_prompts
 from tests.support.gateway import COMMAND, GatewayProcess, serve_gateway
+from tests.support.view_runs import rollout, write_run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text().partition("## As a service")[2]
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
@@ -139,6 +140,20 @@ def test_what_cannot_work_is_refused_at_start(
     done = subprocess.run([*COMMAND, "--port", "0", *settings, *words], capture_output=True, text=True)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def test_sessions_neither_score_groups_nor_go_on_with_what_is_stored(tmp_path: Path, engine: str) -> None:
+    prompts, reward = tmp_path / "prompts.jsonl", tmp_path / "reward.py"
+    prompts.write_text('{"prompt": "1 + 1 ="}\n')
+    reward.write_text("def compute_score(data_sources, solution_strs, ground_truths, extra_infos): ...\n")
+    stored = f"run:{write_run(tmp_path / 'first', [rollout(0, 0)])}?at=turn:0"
+    sources = f"[{{name: one, train_files: {prompts}}}, {{name: two, train_files: '{stored}'}}]"
+    for words, said in (
+        ([f"data.train_files=[{prompts},'{stored}']"], "cannot go on with a stored conversation"),
+        ([f"data.sources={sources}"], "cannot go on with a stored conversation"),
+        ([f"data.train_files={prompts}", f"custom_reward_function.path={reward}"], "solution_strs"),
+    ):
+        test_what_cannot_work_is_refused_at_start(tmp_path, engine, words, said)
 
 
 def test_new_weights_are_recorded_with_each_token(tmp_path: Path, engine: str) -> None:

@@ -367,3 +367,17 @@ def test_command_line_from_generate_to_export(
     assert cli(["generate", "--config", str(run_dir / "config.yaml")]) == 0
     assert "12/12 rollouts done" in capsys.readouterr().out
     assert cli(["validate", str(run_dir)]) == 0
+
+
+def test_a_run_of_stored_conversations_is_resumed_with_the_rows_it_began_with(
+    tmp_path: Path, sums: Path, reward_file: Path
+) -> None:
+    source = config(tmp_path / "source", sums, data__train_max_samples=2)
+    run_generation(source)
+    rows = f"run:{tmp_path / 'source'}?at=end&ask=Are you sure?&where=finish_reason = stop"
+    wanted = run_generation(config(tmp_path / "run", Path(rows))).total
+    source["generation"]["resume"] = "extend"
+    source["actor_rollout_ref"]["rollout"]["n"] = 3
+    run_generation(source)
+    assert run_generation(config(tmp_path / "run", Path(rows))).total == wanted
+    assert run_generation(config(tmp_path / "other", Path(rows))).total > wanted

@@ -5,8 +5,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
 from tests.conformance.reference import Reference
 from tests.support.processes import is_running
-from tests.support.until import until, wait_until
+from tests.support.until import wait_until
 
 pytest.importorskip("openvino_genai")
 
@@ -38,6 +39,33 @@ async def engine(tmp_path: Path) -> AsyncIterator[OpenVINOEngine]:
     engine = await started(tmp_path)
     yield engine
     await engine.close()
+
+
+async def test_scores_among_generations_change_neither(engine: OpenVINOEngine) -> None:
+    prompts = [[1, 5 + number, 9, 3, 20] for number in range(24)]
+
+    async def generate(number: int) -> Completion:
+        how = SamplingParams(8, ignore_eos=True, seed=number)
+        return await engine.generate(prompts[number], how, request_id=f"{number}")
+
+    def later(number: int, call: Callable[[], Coroutine[Any, Any, Any]]) -> Coroutine[Any, Any, Any]:
+        async def result() -> Any:
+            await asyncio.sleep(number * 0.002)
+            return await call()
+
+        return result()
+
+    completions = [await generate(number) for number in range(24)]
+    asked = [prompt + one.token_ids for prompt, one in zip(prompts, completions, strict=True)]
+    scores = [await engine.score(ids) for ids in asked]
+    found = await asyncio.gather(
+        *(later(number, partial(generate, number)) for number in range(24)),
+        *(later(number, partial(engine.score, asked[number])) for number in range(24)),
+    )
+    for number in range(24):
+        assert found[number].token_ids == completions[number].token_ids
+        assert found[number].logprobs == pytest.approx(completions[number].logprobs, abs=1e-3)
+        assert found[24 + number] == pytest.approx(scores[number], abs=1e-3)
 
 
 async def test_log_probs_of_a_temperature_are_exact(tmp_path: Path) -> None:
@@ -108,17 +136,6 @@ async def test_a_killed_worker_is_replaced(engine: OpenVINOEngine) -> None:
         assert engine.worker_pid not in (None, pid)
         after = await engine.generate([1, 2], SamplingParams(30, seed=1), request_id="a")
         assert after.token_ids == before.token_ids
-
-
-async def test_restarts_back_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollstream.engine.embedded._RESTART_PAUSE_S", 1000.0)
-    engine = await started(tmp_path)
-    for expected in (True, False):
-        assert engine.worker_pid is not None
-        os.kill(engine.worker_pid, signal.SIGKILL)
-        await until(lambda: engine.worker_pid is None)
-        assert await engine.health() is expected  # the second one has to wait
-    await engine.close()
 
 
 async def test_interrupts_are_left_to_the_parent(engine: OpenVINOEngine) -> None:

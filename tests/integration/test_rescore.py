@@ -76,3 +76,26 @@ def test_a_reward_in_memory_and_one_that_fails_on_all(tmp_path: Path) -> None:
     changed = {"generation__rescore": True, "generation__resume": "extend"}
     result = run_generation(config(root, rows, **changed), reward=lambda **row: 2.0)
     assert result.generated == 2 and rewards(root) == [(index, 2.0) for index in range(3) for _ in range(2)]
+
+
+def test_a_reward_that_sees_groups_takes_over(tmp_path: Path) -> None:
+    root, rows = tmp_path / "run", tmp_path / "sums.jsonl"
+    write_sums(rows, PAIRS[:2])
+    run_generation(config(root, rows, **in_file(tmp_path, FIRST)))
+
+    def ranks(
+        data_sources: list[str], solution_strs: list[str], ground_truths: Any, extra_infos: Any
+    ) -> list[float]:
+        return [extra_infos[0]["a"] + float(at) for at in range(len(solution_strs))]
+
+    write_sums(rows, PAIRS[:3])
+    changed = {"generation__rescore": True, "generation__resume": "extend"}
+    result = run_generation(config(root, rows, **changed), reward=ranks)
+    wanted = [(index, PAIRS[index][0] + float(repeat)) for index in range(3) for repeat in range(2)]
+    assert rewards(root) == wanted and (result.generated, result.unscored, result.exit_code) == (2, 0, 0)
+    assert result.mean_reward == pytest.approx(sum(reward for _, reward in wanted) / 6)
+    assert read_status(root).stale == [] and validate_run(root).sound
+    again = run_generation(config(root, rows), reward=ranks)
+    assert (again.generated, again.mean_reward) == (0, result.mean_reward) and rewards(root) == wanted
+    with pytest.raises(IdentityMismatchError, match=r"generation\.rescore=true"):
+        run_generation(config(root, rows, **in_file(tmp_path, FIRST)))

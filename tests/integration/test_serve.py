@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,10 @@ import pytest
 from demo_model.chats import CALCULATOR
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.demo import MODEL_PATH
+from rollstream.engine.base import ScoresTopK
 from rollstream.engine.openvino import OpenVINOEngine
-from rollstream.engine.sglang import SGLangEngine
+from rollstream.engine.registry import create_engine
+from rollstream.errors import EngineError
 from rollstream.trajectory import Completion, SamplingParams
 from tests.support.processes import children, is_running
 from tests.support.serving import COMMAND, Served, question, serve
@@ -42,17 +43,11 @@ async def direct(tmp_path: Path, asked: list[tuple[list[int], SamplingParams]]) 
     engine = OpenVINOEngine(MODEL_PATH, log_path=tmp_path / "engine.log")
     await engine.start()
     try:
-        return await all_of(engine, asked)
+        return await asyncio.gather(
+            *(engine.generate(prompt, how, request_id=str(i)) for i, (prompt, how) in enumerate(asked))
+        )
     finally:
         await engine.close()
-
-
-async def all_of(
-    engine: OpenVINOEngine | SGLangEngine, asked: list[tuple[list[int], SamplingParams]]
-) -> list[Completion]:
-    return await asyncio.gather(
-        *(engine.generate(prompt, how, request_id=str(i)) for i, (prompt, how) in enumerate(asked))
-    )
 
 
 def worst(one: list[float], two: list[float]) -> float:
@@ -183,53 +178,6 @@ def test_errors_are_openais(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(**chat, user="me", metadata={"a": "b"}).choices
 
 
-# Our own client
-
-
-async def test_our_client_gets_what_the_engine_gives(served: Served, tmp_path: Path) -> None:
-    prompts = [TOKENIZER.render(question(a, 97 - a)) for a in range(10, 42)]
-    asked = [(prompt, SamplingParams(24, seed=i)) for i, prompt in enumerate(prompts)]
-    asked += [(prompt, SamplingParams(24, temperature=0.0)) for prompt in prompts]
-    asked += [(prompt, SamplingParams(24, seed=7, top_k=5, top_p=0.9, stop=("8",))) for prompt in prompts]
-    expected = await direct(tmp_path, asked)
-    remote = SGLangEngine([served.url], model_path=str(MODEL_PATH))
-    await remote.start()
-    got = await all_of(remote, asked)
-    healthy = await remote.health()
-    await remote.close()
-    assert healthy
-    assert [one.token_ids for one in got] == [one.token_ids for one in expected]
-    assert [one.finish_reason for one in got] == [one.finish_reason for one in expected]
-    for one, other in zip(got, expected, strict=True):
-        assert worst(one.logprobs or [], other.logprobs or []) < 1e-3
-    capabilities = remote.capabilities
-    assert (capabilities.seeds, capabilities.stop_strings) == (True, True)
-    assert (capabilities.vocab_size, capabilities.max_model_len) == (512, 4096)
-
-
-async def test_our_client_aborts_and_cancels(served: Served, tmp_path: Path) -> None:
-    prompt = TOKENIZER.render(question(37, 41))
-    how = SamplingParams(3000, ignore_eos=True, seed=4)
-    remote = SGLangEngine([served.url])
-    await remote.start()
-    async with aiohttp.ClientSession() as session:
-        task = asyncio.create_task(remote.generate(prompt, how, request_id="a"))
-        await until_loaded(session, served.url, 1)
-        await remote.abort("a")
-        partial = await task
-        assert partial.finish_reason == "abort"
-        assert len(partial.token_ids) < 3000
-        task = asyncio.create_task(remote.generate(prompt, how, request_id="b"))
-        await until_loaded(session, served.url, 1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await until_loaded(session, served.url, 0)
-    await remote.close()
-    (whole,) = await direct(tmp_path, [(prompt, replace(how, max_tokens=len(partial.token_ids) + 1))])
-    assert partial.token_ids == whole.token_ids[:-1]
-
-
 async def test_a_client_that_hangs_up_leaves_nothing_behind(served: Served) -> None:
     body = {"messages": question(1, 2), "n": 4, "max_tokens": 3000, "ignore_eos": True}
     async with aiohttp.ClientSession() as session:
@@ -325,3 +273,26 @@ def test_a_key_a_name_and_a_limit(tmp_path: Path) -> None:
             )
             assert answer.usage is not None
             assert answer.usage.total_tokens == 50
+
+
+async def test_the_likeliest_ids_of_an_hf_engine_come_through(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    ids = [3 + at * 37 % 500 for at in range(50)]
+    direct = create_engine("hf", model_path=MODEL_PATH, log_dir=tmp_path)
+    with serve("--engine", "hf", log=tmp_path / "log", env={"PYTHONPATH": ""}) as served:
+        ours = create_engine("sglang", model_path=MODEL_PATH, server_urls=[served.url], log_dir=tmp_path)
+        try:
+            await asyncio.gather(direct.start(), ours.start())
+            assert isinstance(direct, ScoresTopK) and isinstance(ours, ScoresTopK)
+            assert ours.capabilities.score_top_k == direct.capabilities.score_top_k > 8
+            for start in (1, 20):
+                one, other = [await engine.score_top(ids, start, 8) for engine in (direct, ours)]
+                assert other.top_ids == one.top_ids
+                for values, wanted in zip(
+                    [other.logprobs, *other.top_logprobs], [one.logprobs, *one.top_logprobs], strict=True
+                ):
+                    assert values == pytest.approx(wanted, abs=1e-5)
+            with pytest.raises(EngineError):
+                await ours.score_top(ids, 1, 1000)
+        finally:
+            await asyncio.gather(direct.close(), ours.close())

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
@@ -251,10 +251,12 @@ class BufferProcess:
         return self.process.wait(PATIENCE_S)
 
 
+_Server = TypeVar("_Server", bound=BufferProcess)
+
+
 @contextlib.contextmanager
-def serve_buffer(folder: Path, *options: str, port: int = 0, **more: Any) -> Iterator[BufferProcess]:
-    """A server that ends with the block."""
-    server = BufferProcess(folder, *options, port=port, **more)
+def ending(server: _Server) -> Iterator[_Server]:
+    """Ends the server with the block."""
     try:
         yield server
     finally:
@@ -262,6 +264,13 @@ def serve_buffer(folder: Path, *options: str, port: int = 0, **more: Any) -> Ite
             server.kill()
         if server.process.stdout is not None:
             server.process.stdout.close()
+
+
+def serve_buffer(
+    folder: Path, *options: str, **more: Any
+) -> contextlib.AbstractContextManager[BufferProcess]:
+    """A server that ends with the block."""
+    return ending(BufferProcess(folder, *options, **more))
 
 
 class LoopWatch:

@@ -1,12 +1,11 @@
 """`rollstream gateway serve` as a process, on the demo model's tokenizer and a stub server's answers."""
 
-import contextlib
 import sys
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rollstream.demo import MODEL_PATH
-from tests.support.buffer import BufferProcess
+from tests.support.buffer import BufferProcess, ending
 
 COMMAND = [sys.executable, "-m", "rollstream.cli", "gateway", "serve", "--json"]
 
@@ -25,14 +24,8 @@ class GatewayProcess(BufferProcess):
         self.start([*COMMAND, "--port", str(port), *settings, *words], folder.with_name("gateway.log"))
 
 
-@contextlib.contextmanager
-def serve_gateway(folder: Path, engine: str, *words: str, port: int = 0) -> Iterator[GatewayProcess]:
+def serve_gateway(
+    folder: Path, engine: str, *words: str, port: int = 0
+) -> AbstractContextManager[GatewayProcess]:
     """One that ends with the block."""
-    server = GatewayProcess(folder, engine, *words, port=port)
-    try:
-        yield server
-    finally:
-        if server.process.poll() is None:
-            server.kill()
-        if server.process.stdout is not None:
-            server.process.stdout.close()
+    return ending(GatewayProcess(folder, engine, *words, port=port))

@@ -5,11 +5,12 @@ import os
 import random
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rollstream.agent.base import AgentLoop, AgentResources
+from rollstream.agent.conversation import Conversation
 from rollstream.agent.prompt import PromptRenderer
 from rollstream.agent.registry import register
 from rollstream.chat.tokenizer import load_tokenizer
@@ -37,6 +38,22 @@ class DeadlyAgent(AgentLoop):
             os.kill(os.getpid(), signal.SIGKILL)
         await asyncio.sleep(0.02)
         return Trajectory([1], [2], [1], [-0.5], raw_prompt, "stop")
+
+
+@register("patient_agent")
+class PatientAgent(AgentLoop):
+    """Hears two answers and waits for ever; in another process it hears the third one."""
+
+    resumable = True
+
+    async def run(self, sampling: SamplingParams, *, raw_prompt: Any, **row: Any) -> Trajectory:
+        prompt_ids = await self.render(raw_prompt, prompt_key=row["prompt_key"])
+        conversation = Conversation(self, raw_prompt, prompt_ids)
+        while conversation.assistant_turns < 3:
+            if conversation.assistant_turns == 2 and conversation.resumed is None:
+                await asyncio.Event().wait()
+            await conversation.generate(replace(sampling, max_tokens=4))
+        return conversation.trajectory("stop")
 
 
 class LostEngine(ScriptedEngine):
@@ -91,7 +108,9 @@ class ScriptedRecipe:
             availability=availability,
             counts=metered.meter.counts,
         )
-        return BuiltWorker(worker, metered.meter, availability, close=engine.close, engine=engine)
+        return BuiltWorker(
+            worker, metered.meter, availability, close=engine.close, engine=engine, continuing=metered
+        )
 
 
 def load_row(index: int) -> PromptRow:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -51,6 +52,16 @@ async def test_it_is_asked_and_answers(size: int) -> None:
     assert await child.close(10) == "ended with exit code 0"
 
 
+async def test_messages_that_are_sent_at_once_come_whole() -> None:
+    ours, theirs = [await Channel.over(end) for end in socket.socketpair()]
+    messages = [bytes([letter]) * (3 << 20) for letter in b"abc"]
+    sending = asyncio.gather(*map(ours.send, messages))
+    assert [await theirs.receive() for _ in messages] == messages
+    await sending
+    ours.close()
+    theirs.close()
+
+
 async def test_what_it_raises_is_raised_with_its_traceback() -> None:
     child = await Child.start(f"{HERE}:serve_objects", "inverse")
     assert await child.ask(4) == {"inverse": 0.25}
@@ -73,6 +84,7 @@ async def test_how_it_ended_is_said(order: str, how: str) -> None:
 
 async def test_one_that_does_not_answer_in_time_is_killed_at_close() -> None:
     child = await Child.start(f"{HERE}:serve", codec=packed(Any))
+    await child.ask(["echo", 1])  # it runs: what it is sent, it takes
     with pytest.raises(TimeoutError):
         await child.ask(["hang", 60], timeout=0.5)
     assert await child.close(0.1) == "was killed by SIGKILL"

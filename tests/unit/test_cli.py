@@ -14,6 +14,7 @@ import pytest
 
 from rollstream.cli import build_parser, main
 from rollstream.command_line import parse
+from rollstream.demo import MODEL_PATH
 from rollstream.generation.command import command_line, summarise
 from rollstream.generation.run import GenerationResult
 from rollstream.stderr_log import at_work
@@ -59,17 +60,24 @@ def test_short_flags_are_names_of_keys(tmp_path: Path, capsys: pytest.CaptureFix
     """They lie over files, and `key=value` words over them."""
     file = tmp_path / "run.yaml"
     file.write_text("actor_rollout_ref: {rollout: {n: 2, temperature: 0.5}}\n")
-    line = "--model M data.seed=3 --prompts a,b.jsonl -n 8 --reward r.py --output [o]"
+    line = "--model M data.seed=3 --prompts a,b.jsonl -n 8 --reward r.py --output [o] "
+    line += "--engine vllm --server http://a --server http://b --max-tokens 7"
     assert main(["generate", "--config", str(file), "--show-config", "--json", *line.split()]) == 0
     shown = orjson.loads(capsys.readouterr().out)
     rollout = shown["actor_rollout_ref"]["rollout"]
     assert shown["actor_rollout_ref"]["model"]["path"] == "M"
     assert (rollout["n"], rollout["temperature"], shown["data"]["seed"]) == (8, 0.5, 3)
+    assert (rollout["name"], rollout["response_length"]) == ("vllm", 7)
+    assert rollout["server_urls"] == ["http://a", "http://b"]
     assert shown["data"]["train_files"] == ["a,b.jsonl"]
     assert shown["custom_reward_function"]["path"] == "r.py"
     assert shown["trainer"]["default_local_dir"] == "[o]"
     main(["demo", "-n", "3", "actor_rollout_ref.rollout.n=5", "--show-config", "--json"])
     assert orjson.loads(capsys.readouterr().out)["actor_rollout_ref"]["rollout"]["n"] == 5
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1 + 1 ="}')
+    words = ["--model", str(MODEL_PATH), "--prompts", str(tmp_path / "p.jsonl"), "--server", "http://a"]
+    assert main(["generate", *words, "--output", str(tmp_path / "run"), "--dry-run"]) == 2
+    assert "--engine sglang, vllm or openai" in capsys.readouterr().err
     bounds = {"0": ">= 1", str(10**12): "<= 1000000000", str(10**20): ""}
     for n, bound in bounds.items():
         assert main(["generate", "-n", n, "--show-config"]) == 2
@@ -78,6 +86,25 @@ def test_short_flags_are_names_of_keys(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(words) == 2
     assert "5000 prompts and actor_rollout_ref.rollout.n=1000000000" in (said := capsys.readouterr().err)
     assert "needs 15,000 GB of memory; this machine has" in said
+
+
+@pytest.mark.parametrize(
+    ("word", "loop"),
+    [
+        ("gateway.command=[python,agent.py]", "command_agent"),
+        ("actor_rollout_ref.rollout.multi_turn.function_tool_path=functions.py", "tool_agent"),
+    ],
+)
+def test_what_the_agent_loop_does_not_use_is_said_with_the_loop_that_does(
+    word: str, loop: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1 + 1 ="}')
+    tool = "from rollstream.agent.tools.functions import function_tool\n\n\n@function_tool\ndef add():\n"
+    (tmp_path / "functions.py").write_text(f'{tool}    """Adds."""')
+    assert main(["generate", "--model", str(MODEL_PATH), "--prompts", "p.jsonl", word, "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert "not used: the agent loop is single_turn_agent" in said and f"default_agent_loop={loop}" in said
 
 
 @pytest.mark.parametrize(
@@ -163,6 +190,9 @@ def test_the_summary_counts_what_is_not_scored() -> None:
     some = result(unscored=26, reward_failed=2, mean_reward=0.5, unscored_sources={"a": 20, "b": 4})
     assert "mean reward 0.5000 over 4 scored" in summarise(some)
     assert "24 of 30 rollouts are not scored: no reward for 'a', 'b'" in summarise(some)
+    assert "30 of 30 rollouts are not scored: a run's end scores whole groups" in summarise(
+        result(unscored=30)
+    )
     assert "the reward failed on 2 rollouts" in summarise(some)
     assert "rollstream score 'a run' --reward FILE" in summarise(some)
     assert (some.exit_code, result(unscored=24).exit_code) == (1, 0)
@@ -206,6 +236,22 @@ async def test_a_side_call_is_called_so(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["show", str(tmp_path), "0"]) == 0
     told = capsys.readouterr().out
     assert "trajectory 0 (side call, of 2)" in told and "trajectory 1 (final, of 2)" in told
+
+
+async def test_a_rollout_whose_reward_sees_whole_groups_is_unscored_for_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await commit_all(tmp_path, [rollout(0, reward=None)])
+    assert main(["status", str(tmp_path)]) == 0
+    assert "no reward for data source" in capsys.readouterr().out
+    path = tmp_path / "run.json"
+    path.write_bytes(
+        orjson.dumps(
+            orjson.loads(path.read_bytes()) | {"config": {"custom_reward_function": {"path": "j.py"}}}
+        )
+    )
+    assert main(["status", str(tmp_path)]) == 0
+    assert "its reward sees whole groups" in capsys.readouterr().out
 
 
 async def test_damaged_files_are_errors_not_tracebacks(

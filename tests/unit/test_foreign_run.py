@@ -49,11 +49,14 @@ READING: dict[str, Sequence[Sequence[str]]] = {
         ["--reward", "mine.py", "--processes", "1"],
     ),
     "eval": ([], ["--by", "data_source"]),
+    "annotate": (["--list"], ["--same"]),
+    "audit": ([], ["--stream", "same"]),
+    "select": (["--where", "pass_rate > 0", "--prompts", "prompts.jsonl", "--output", "next.jsonl"],),
     "merge": (["--output", "merged"],),
 }
 """The commands that read a run directory, each with the ways to call it. `view` is asked over HTTP."""
 
-OTHERS = {"generate", "init", "demo", "serve", "gateway", "buffer", "verifiers", "simulate"}
+OTHERS = {"generate", "init", "demo", "serve", "gateway", "buffer", "verifiers", "simulate", "weights"}
 """Commands that take no run directory to read; a `--config` names its file on the command line."""
 
 PAGES = ("", "/rows", "/groups", "/groups/0", "/tools", "/failures", "/trajectories/0", "/search?text=boots")
@@ -70,6 +73,7 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         n=2,
         prompts=1,
     )
+    (tmp_path / "prompts.jsonl").write_bytes(orjson.dumps({"prompt": asked}))
     trap = TRAP.format(marker=str(tmp_path / "MARKER"))
     (root / "model").mkdir()
     for name, content in MODEL.items():

@@ -21,6 +21,7 @@ FLOORS: list[set[str]] = [
         "stderr_log",
         "stop_signals",
         "metrics_text",
+        "mismatch",
         "redaction",
         "sampling",
         "scratch",

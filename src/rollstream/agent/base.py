@@ -12,13 +12,16 @@ from rollstream.agent.images import ImageReader
 from rollstream.agent.interactions import Interactions
 from rollstream.agent.prompt import PromptRenderer
 from rollstream.agent.tools.toolbox import ToolBox
+from rollstream.agent.turns import Turns
 from rollstream.chat.parsers.base import ParsedOutput, ToolCallParser
 from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer
 from rollstream.chat.tool_schema import row_tools, schema_digest, with_row_tools
 from rollstream.engine.base import Engine
-from rollstream.trajectory import Completion, Message, Metrics, SamplingParams, Trajectory
+from rollstream.errors import DataError
+from rollstream.store.records import TurnRecord
+from rollstream.trajectory import Completion, Message, Metrics, PromptRow, SamplingParams, Trajectory
 
 SnapshotScoring = Literal["outcome", "own", "none"]
 """`outcome`: the reward of the rollout's final trajectory; `own`: the reward scores the snapshot's last
@@ -123,8 +126,15 @@ class AgentLoop(ABC):
     """Whether this loop can show images; if not, rows with images are an error at start."""
     brings_images: ClassVar[bool] = False
     """Whether its conversations may have images that no row has: a program's own."""
+    resumable: ClassVar[bool] = False
+    """Whether a rollout goes on behind the turns that were finished when its process was killed
+    (`generation.keep_turns`): `run` then begins with what `Conversation.resumed` says, or makes its calls again and is
+    given the answers (`Turns.take`). What it holds besides is in `state`. A subclass says it anew."""
     speaks_messages: ClassVar[bool] = False
     """Whether it works with engines that speak messages, and with no others: it has no token ids then."""
+
+    cannot_continue: ClassVar[str] = ""
+    """Why a rollout cannot begin with a stored conversation; "": its prompt then is the ids that `render` gives."""
 
     def __init__(self, resources: AgentResources, *, request_id: str, shared: Any = None) -> None:
         """Args:
@@ -141,6 +151,10 @@ class AgentLoop(ABC):
         """Images that the context shows so far, as the engine takes them."""
         self.final_answer: str | None = None
         """What the reward scores; None: the text of the final trajectory's last answer."""
+        self.turns: Turns | None = None
+        """Where finished turns are kept; None: nowhere."""
+        self.continues: PromptRow | None = None
+        """The row, if its prompt is a stored conversation."""
         self.reward_info: dict[str, Any] = {}
         """What the reward is told besides, in its `extra_info`."""
         self._engine_calls = 0
@@ -171,6 +185,11 @@ class AgentLoop(ABC):
         """What of the YAML's options decides the data, as JSON values: a part of the run's identity."""
         return options
 
+    @classmethod
+    def says_resumable(cls) -> bool:
+        """Whether this class, and not one that it is derived from, says that it is `resumable`."""
+        return bool(vars(cls).get("resumable"))
+
     @property
     def tokenizer(self) -> ChatTokenizer:
         """The model's tokenizer with its chat template."""
@@ -195,6 +214,30 @@ class AgentLoop(ABC):
         Returns:
             One trajectory, or several: snapshots first, the final one last.
         """
+
+    def state(self) -> Any:
+        """What a resumable loop holds besides its conversation and metrics, as JSON; kept with each turn."""
+        return None
+
+    def set_state(self, state: Any) -> None:
+        """Takes what `state` gave, in another process."""
+        return
+
+    def kept_turns(self, asked: bytes) -> list[TurnRecord]:
+        """The turns to go on behind; the loop has their counts and state from now on."""
+        turns = [] if self.turns is None else self.turns.resume(asked)
+        if turns:
+            self.metrics = turns[-1].metrics
+            self._engine_calls = int(self.metrics.engine_calls)
+            self.set_state(turns[-1].state)
+        return turns
+
+    def keep_turn(
+        self, asked: bytes, completion: Completion, given: tuple[Sequence[int], Sequence[Message]] = ((), ())
+    ) -> None:
+        """Keeps a finished turn, where turns are kept. For the arguments see `TurnRecord`."""
+        if self.turns is not None:
+            self.turns.add(asked, completion, self.metrics, *given, state=self.state())
 
     async def close(self) -> None:
         """Gives back what the attempt holds. Called once: after the reward, or when the attempt has failed."""
@@ -223,7 +266,11 @@ class AgentLoop(ABC):
                 and truncation is `error`.
         """
         prompts = self.prompts
-        if not images:
+        if self.continues is not None and (stored := self.continues.stored_prompt) is not None:
+            if messages != self.continues.messages:
+                raise DataError("the agent loop changes the messages of a stored conversation")
+            ids = prompts.stored(stored, messages, prompts.tools if tools is None else tools)
+        elif not images:
             ids = prompts.render(messages, prompt_key=prompt_key, tools=tools)
         else:
             prompt = await prompts.render_with_images(messages, images, prompt_key=prompt_key, tools=tools)
@@ -253,6 +300,13 @@ class AgentLoop(ABC):
         if not noted or not noted[0] or noted.count(noted[0]) < len(noted):
             return {}
         return {"shown_tools": [self._row_tools.get(digest, digest) for digest in noted[0]]}
+
+    def opened(self, prompt_ids: list[int]) -> list[int]:
+        """The tokens at the end of a prompt that begin an answer, which was cut off when it was stored."""
+        stored = None if self.continues is None else self.continues.stored_prompt
+        if stored is None or not stored["opened"] or prompt_ids != stored["ids"]:
+            return []
+        return prompt_ids[-stored["opened"] :]
 
     def room(self, prompt_tokens: int, response_tokens: int) -> int:
         """Tokens that may still be added to a trajectory; may be negative."""

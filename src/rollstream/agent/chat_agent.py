@@ -18,6 +18,8 @@ class ChatAgent(ToolAgent):
 
     needs_tools = False
     speaks_messages = True
+    cannot_continue = "its engine takes no token ids"
+    resumable = True
     conversation: ChatConversation
 
     @classmethod
@@ -35,7 +37,7 @@ class ChatAgent(ToolAgent):
             tools=self.tools,
             executes=bool(self.resources.tools.schemas) or self.interaction is not None,
         )
-        return State.GENERATING
+        return self.first_state()
 
     def shown_tools(self) -> list[dict[str, Any]]:
         resources = self.resources

@@ -1,4 +1,4 @@
-"""Answers of the model as messages, and the calls in them."""
+"""Answers of the model: what an endpoint gave as a message, and the ids of calls."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from rollstream.chat.messages import answer_message
 from rollstream.chat.parsers.base import ToolCall
 from rollstream.trajectory import Message
 
@@ -20,16 +21,6 @@ def read_answer(given: Message | None, *, turn: int) -> tuple[Message, list[Tool
     return answer_message(given.get("content") or "", given.get("reasoning_content"), calls), calls
 
 
-def answer_message(content: str, reasoning: str | None, calls: Sequence[ToolCall]) -> Message:
-    """An answer as chat templates want it."""
-    message: Message = {"role": "assistant", "content": content.strip() if reasoning or calls else content}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = [openai_call(call) for call in calls]
-    return message
-
-
 def identified(calls: Sequence[ToolCall], takes: Callable[[str], bool], *, turn: int) -> list[ToolCall]:
     """Calls with ids that are unique in the answer and that `takes` takes, as `TurnTemplate.takes_call_id`.
 
@@ -39,12 +30,6 @@ def identified(calls: Sequence[ToolCall], takes: Callable[[str], bool], *, turn:
     if len(set(given)) == len(given) and all(one and takes(one) for one in given):
         return list(calls)
     return [replace(call, call_id=f"c{turn:04d}{at:04d}") for at, call in enumerate(calls)]
-
-
-def openai_call(call: ToolCall) -> dict[str, Any]:
-    """A call in OpenAI's form; arguments as a mapping, as chat templates want it. As text if unreadable."""
-    arguments = call.text if call.arguments is None else call.arguments
-    return {"type": "function", "id": call.call_id, "function": {"name": call.name, "arguments": arguments}}
 
 
 def _read_call(call: dict[str, Any]) -> ToolCall:

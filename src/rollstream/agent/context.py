@@ -70,6 +70,7 @@ class ContextAgent(ToolAgent):
 
     needs_tools = False
     sees_images = False
+    cannot_continue = "it numbers the messages anew"
     conversation: Conversation
 
     def __init__(

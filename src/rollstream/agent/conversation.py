@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollstream.agent.base import AgentLoop
-from rollstream.agent.chat_answer import answer_message, identified, read_answer
+from rollstream.agent.chat_answer import identified, read_answer
 from rollstream.agent.images import SeenImage
 from rollstream.agent.tokens import TokenTrack
+from rollstream.agent.turns import asked_digest
+from rollstream.chat.messages import answer_message
 from rollstream.chat.parsers.base import ToolCall
 from rollstream.engine.base import ChatEngine, ChatPrompt
 from rollstream.errors import EngineError
@@ -60,7 +62,17 @@ class Conversation:
         self.assistant_turns = 0
         self.user_turns = 0
         """How often something was added for the model to answer."""
+        self._opened = loop.opened(prompt_ids)
         self._last: Turn | None = None
+        self._given: tuple[list[int], list[Message]] = ([], [])
+        """Added since the last answer."""
+        self.resumed: Turn | None = None
+        """The last answer of an earlier process, behind which the loop goes on; None: it begins."""
+        self._asked = b"" if loop.turns is None else asked_digest(prompt_ids)
+        for kept in loop.kept_turns(self._asked):
+            if kept.given_messages:
+                self._add_given(kept.given_ids, kept.given_messages)
+            self.resumed = self._answered(kept.completion)
 
     @property
     def room(self) -> int:
@@ -86,12 +98,21 @@ class Conversation:
             stops = (*stops, *sorted(more))
         if limit != sampling.max_tokens or stops is not sampling.stop_token_ids:
             sampling = replace(sampling, max_tokens=limit, stop_token_ids=stops)
-        in_thinking = resources.template.in_thinking(self.track.context)
-        completion = await self._loop.generate(self.track.context, sampling)
+        turn = self._answered(await self._loop.generate(self.track.context, sampling))
+        self._loop.keep_turn(self._asked, turn.completion, self._given)
+        self._given = ([], [])
+        return turn
+
+    def _answered(self, completion: Completion) -> Turn:
+        resources = self._loop.resources
+        opened, self._opened = self._opened, []
+        in_thinking = resources.template.in_thinking(self.track.context[: -len(opened) or None])
         sampled_at = len(self.track)
         self.track.add_sampled(completion)
         self.assistant_turns += 1
-        parsed = resources.parse(completion.token_ids, in_thinking=in_thinking, tools=self._tools or ())
+        parsed = resources.parse(
+            opened + completion.token_ids, in_thinking=in_thinking, tools=self._tools or ()
+        )
         calls = identified(parsed.calls, resources.template.takes_call_id, turn=self.assistant_turns)
         message = answer_message(parsed.content, parsed.reasoning, calls)
         self.messages.append(message)
@@ -114,6 +135,7 @@ class Conversation:
         if not self._append(messages, ids):
             return False
         self._loop.images += [image.sent for image in images]
+        self._loop.turns = None  # which have no place for images: what comes from here on is not kept
         return True
 
     def _ids_after(self, messages: list[Message], images: Sequence[Any]) -> list[int]:
@@ -132,11 +154,15 @@ class Conversation:
     def _append(self, messages: list[Message], ids: list[int]) -> bool:
         if len(ids) >= self.room:
             return False
+        self._add_given(ids, messages)
+        return True
+
+    def _add_given(self, ids: list[int], messages: list[Message]) -> None:
         self.track.add_given(ids)
         self.messages += messages
         self.user_turns += 1
         self._last = None
-        return True
+        self._given = ids, messages
 
     def trajectory(self, finish_reason: str, *, extra: dict[str, Any] | None = None) -> Trajectory:
         """The trajectory so far; `extra` are JSON values to keep with it.
@@ -181,6 +207,14 @@ class ChatConversation:
         self.assistant_turns = 0
         self.user_turns = 0
         """How often something was added for the model to answer."""
+        self._given: list[Message] = []
+        self.resumed: Turn | None = None
+        """See `Conversation`."""
+        self._asked = b"" if loop.turns is None else asked_digest([], self.messages, tools)
+        for kept in loop.kept_turns(self._asked):
+            if kept.given_messages:
+                self.add(kept.given_messages)
+            self.resumed = self._answered(kept.completion)
 
     @property
     def room(self) -> int:
@@ -204,6 +238,12 @@ class ChatConversation:
             lambda how: engine.chat(prompt, how, request_id=request_id),
             replace(sampling, max_tokens=min(sampling.max_tokens, self.room)),
         )
+        turn = self._answered(completion)
+        self._loop.keep_turn(self._asked, completion, ((), self._given))
+        self._given = []
+        return turn
+
+    def _answered(self, completion: Completion) -> Turn:
         self._count(completion.usage)
         self.assistant_turns += 1
         message, calls = read_answer(completion.message, turn=self.assistant_turns)
@@ -216,13 +256,16 @@ class ChatConversation:
             return False
         self.messages += messages
         self.user_turns += 1
+        self._given = messages
         return True
 
     async def add_with_images(self, messages: list[Message], images: Sequence[SeenImage]) -> bool:
         """As `add`, for messages with an image part for each of `images`, in order."""
         if not self.add(messages):
             return False
-        self._loop.images += [image.sent for image in images]
+        if images:
+            self._loop.images += [image.sent for image in images]
+            self._loop.turns = None  # as in `Conversation`
         return True
 
     def trajectory(self, finish_reason: str, *, extra: dict[str, Any] | None = None) -> Trajectory:

@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from rollstream.agent.images import ImageReader, shows_images
+from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer
+from rollstream.chat.tool_schema import schema_digest
 from rollstream.errors import DataError
 from rollstream.trajectory import Message, PromptRow
 
@@ -81,6 +84,47 @@ class PromptRenderer:
         pixels = [reader.read_one(source).pixels for source in images]
         return len(reader.processor.render(messages, pixels, tools=tools))
 
+    def stored(
+        self, prompt: Mapping[str, Any], messages: list[Message], tools: Sequence[dict[str, Any]] | None
+    ) -> list[int]:
+        """Ids of a prompt that is a stored conversation (`PromptRow.stored_prompt`): never cut.
+
+        Raises:
+            DataError: they mean another thing here: another template, other tools; or they are too long.
+        """
+        ids = self._stored_ids(prompt, messages, tools)
+        if len(ids) > self._prompt_length:
+            raise DataError(
+                f"the stored conversation has {len(ids)} tokens, more than data.max_prompt_length="
+                f"{self._prompt_length}; it is never cut: raise the length, or set data.filter_overlong_prompts"
+            )
+        return ids
+
+    def _stored_ids(
+        self, prompt: Mapping[str, Any], messages: list[Message], tools: Sequence[dict[str, Any]] | None
+    ) -> list[int]:
+        if (prompt["tokenizer"], prompt["template_kwargs"]) != self._template:
+            raise DataError(
+                "the stored run had another tokenizer, chat template or data.apply_chat_template_kwargs, so its ids "
+                "are no prompt of this one"
+            )
+        if prompt["tools"] != [schema_digest(tool) for tool in tools or ()]:
+            raise DataError("the stored conversation shows other tools than this run")
+        ids: list[int] = list(prompt["ids"])
+        if prompt["opened"] and ids[-1] in self._tokenizer.end_ids:
+            raise DataError("the last answer of the stored conversation has ended")
+        if asked_after := prompt["asked_after"]:
+            turns = TurnTemplate(self._tokenizer)
+            sampled = ids[-asked_after:]
+            ids += turns.ids_after(
+                messages[:-1], messages[-1:], sampled_ids=sampled, tools=list(tools or ()) or None
+            )
+        return ids
+
+    @cached_property
+    def _template(self) -> tuple[str, dict[str, Any]]:
+        return self._tokenizer.digest(), self._tokenizer.template_kwargs
+
     def lengths(
         self, rows: Sequence[PromptRow], tools_of: Callable[[PromptRow], list[dict[str, Any]] | None]
     ) -> list[int]:
@@ -92,7 +136,9 @@ class PromptRenderer:
         for i, row in enumerate(rows):
             with contextlib.suppress(DataError):  # the rollout says why
                 tools = self.tools if (own := tools_of(row)) is None else own
-                if row.images:
+                if (stored := row.stored_prompt) is not None:
+                    measured[i] = len(self._stored_ids(stored, row.messages, tools))
+                elif row.images:
                     measured[i] = self.length(row.messages, row.images, tools=tools)
                 else:
                     texts[i] = self._tokenizer.render_text(row.messages, tools=tools)

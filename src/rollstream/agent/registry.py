@@ -69,12 +69,12 @@ class AgentLoops:
 
     def entry(self, name: str) -> LoopEntry:
         """The loop of a name. Raises `ConfigError` with the nearest name."""
-        loops = {
-            name: LoopEntry(loop) for name, loop in {**_built_in(), **_registered}.items()
-        } | self._entries
+        if (own := self._entries.get(name)) is not None:
+            return own
+        loops = {**_built_in(), **_registered}
         if name not in loops:
-            raise unknown_name("agent loop", name, loops)
-        return loops[name]
+            raise unknown_name("agent loop", name, {**loops, **self._entries})
+        return LoopEntry(loops[name])
 
     def check_options(self, name: str) -> None:
         """Raises `ConfigError` for options that the loop does not take, as far as that shows without an engine."""

@@ -29,7 +29,7 @@ class SingleTurnAgent(AgentLoop):
             prompt_ids, sampling if limit == sampling.max_tokens else replace(sampling, max_tokens=limit)
         )
         track.add_sampled(completion)
-        text = self.tokenizer.decode(completion.token_ids)
+        text = self.tokenizer.decode(self.opened(prompt_ids) + completion.token_ids)
         return Trajectory(
             prompt_ids=prompt_ids,
             response_ids=track.response_ids,

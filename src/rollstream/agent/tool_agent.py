@@ -53,6 +53,7 @@ class ToolAgent(AgentLoop):
     """
 
     needs_tools = True
+    resumable = True
 
     @classmethod
     def prompt_tools(cls, tools: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
@@ -95,6 +96,13 @@ class ToolAgent(AgentLoop):
                 request_id=self.request_id,
             )
             stack.push_async_callback(self.session.close)
+            if self.interaction is not None or not self.session.is_stateless:
+                self.turns = None  # they would not know of the turns before
+                if any(message["role"] == "assistant" for message in row["raw_prompt"]) and self.continues:
+                    raise DataError(
+                        "a stored conversation cannot be continued with an interaction, or a tool that has a state "
+                        "(stateless = True says that it has none): they know nothing of the turns before"
+                    )
             state = State.PENDING
             while state is not State.TERMINATED:
                 state = await handlers[state]()
@@ -116,11 +124,22 @@ class ToolAgent(AgentLoop):
         self.conversation = Conversation(
             self, messages, prompt_ids, logprobs=self.sampling.logprobs, tools=self.tools
         )
-        return State.GENERATING
+        return self.first_state()
 
     async def answer(self) -> State:
-        """GENERATING: lets the model answer, and decides what its answer asks for."""
+        """GENERATING: lets the model answer."""
         self.turn = await self.conversation.generate(self.sampling)
+        return self.after_answer()
+
+    def first_state(self) -> State:
+        """What comes first: an answer, unless an earlier process has heard some."""
+        if self.conversation.resumed is None:
+            return State.GENERATING
+        self.turn = self.conversation.resumed
+        return self.after_answer()
+
+    def after_answer(self) -> State:
+        """Decides what the last answer asks for."""
         if self.turn.completion.finish_reason != "stop":
             return self.end(self.turn.completion.finish_reason)
         if not self.turn.calls and self.interaction is None:
@@ -212,6 +231,12 @@ class ToolAgent(AgentLoop):
         """TERMINATED: remembers why."""
         self.finish_reason = finish_reason
         return State.TERMINATED
+
+    def state(self) -> Any:
+        return [self.tool_counts, self.tool_rewards, self.tool_metrics]
+
+    def set_state(self, state: Any) -> None:
+        self.tool_counts, self.tool_rewards, self.tool_metrics = state
 
     def finish(self, tool_scores: dict[str, float]) -> Trajectory | list[Trajectory]:
         """The result, once everything has ended. `tool_scores`: each used tool's reward for the rollout."""

@@ -144,7 +144,7 @@ class _Writer:
             tables = _tables(self._rollouts(failures))
             write_tables_durably(paths.batch(0), tables, batch_metadata(manifest.run_id_bytes))
             journal = JournalFile(paths.failures / "000000.rsj", manifest.run_id_bytes)
-            journal.append_durably(b"".join(failures))
+            journal.append(b"".join(failures))
             journal.close()
         except OSError as error:
             raise StorageError(f"cannot write to {paths.root}: {error.strerror or error}") from error

@@ -20,6 +20,7 @@ from typing import Any
 
 import orjson
 
+from rollstream.chat.parsers.base import ToolCall
 from rollstream.errors import DataError
 from rollstream.trajectory import Message
 
@@ -71,6 +72,21 @@ def read_messages(
     for at, message in enumerate(messages):
         read.append(_read_message(message, f"{where}[{at}]", read_part, any_role, read))
     return read
+
+
+def answer_message(content: str, reasoning: str | None, calls: Sequence[ToolCall]) -> Message:
+    """What a model says, thinks and calls; arguments that cannot be read are the text that it wrote."""
+    message: Message = {"role": "assistant", "content": content.strip() if reasoning or calls else content}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [_openai_call(call) for call in calls]
+    return message
+
+
+def _openai_call(call: ToolCall) -> dict[str, Any]:
+    arguments = call.text if call.arguments is None else call.arguments
+    return {"type": "function", "id": call.call_id, "function": {"name": call.name, "arguments": arguments}}
 
 
 def read_arguments(arguments: Any) -> Any:

@@ -43,7 +43,8 @@ class ChatTokenizer:
         own = tokenizer.eos_token_id
         self.end_ids = frozenset([*end_ids, *([] if own is None else [own])])
         """Tokens that end a turn of the model."""
-        self._template_kwargs = template_kwargs or {}
+        self.template_kwargs = template_kwargs or {}
+        """Handed to the chat template at every rendering."""
         # The package `tokenizers` itself, where transformers uses it: without offsets and type checks it takes
         # a third less per prompt and half per answer, and gives the same ids and text.
         self._backend: Any | None = getattr(tokenizer, "backend_tokenizer", None)
@@ -160,7 +161,7 @@ class ChatTokenizer:
             tools=tools or None,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
-            **self._template_kwargs,
+            **self.template_kwargs,
         )
         return text
 

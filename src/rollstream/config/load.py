@@ -33,6 +33,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rollstream import plugins
 from rollstream.config.settings import ArtifactName, Settings, WorkerOptions
+from rollstream.demo import named_model
 from rollstream.errors import ConfigError, unknown_name
 from rollstream.redaction import find_secret
 from rollstream.sampling import check_extra
@@ -52,7 +53,13 @@ _MAY_HOLD_SECRETS = (
     "ray_kwargs.worker",
 )
 
-_FREE_FORM = (*_MAY_HOLD_SECRETS, f"{_ROLLOUT}.launch.args", f"{_ROLLOUT}.launch.env", "train_tasks")
+_FREE_FORM = (
+    *_MAY_HOLD_SECRETS,
+    f"{_ROLLOUT}.launch.args",
+    f"{_ROLLOUT}.launch.env",
+    "train_tasks",
+    "data.sources",
+)
 """Keys whose content `generation.yaml` does not list. A launch's is searched for secrets where it is planned."""
 
 _RENDERING = frozenset(
@@ -130,9 +137,12 @@ def compose(overrides: Sequence[str] = (), *, layers: Iterable[Mapping[str, Any]
         raise _as_one([*problems, *wrong])
     if settings is None:
         return config  # `to_settings` says what is wrong
-    rollout = settings.actor_rollout_ref.rollout
+    rollout, model = settings.actor_rollout_ref.rollout, settings.actor_rollout_ref.model.path
+    if model is not None and rollout.name != "openai" and named_model(model) != model:
+        model = named_model(model)
+        OmegaConf.update(config, "actor_rollout_ref.model.path", model)
+        settings = to_settings(config)
     if rollout.name == "auto":
-        model = settings.actor_rollout_ref.model.path
         engine = "openvino" if rollout.server_urls else choose_engine(model)
         OmegaConf.update(config, f"{_ROLLOUT}.name", engine)
         settings = to_settings(config)
@@ -238,7 +248,8 @@ def _expected(key: str, message: str) -> str:
     """The message of msgspec's for a value of a wrong type, with the values that a literal may have."""
     if message.startswith("Invalid enum value"):
         return f"must be one of {', '.join(_choices(_setting_type(key)))}"
-    return "must be " + message.replace("`", "").replace("Expected ", "", 1).partition(", got ")[0]
+    wanted = message.replace("`", "").replace("Expected ", "", 1).partition(", got ")[0]
+    return "must be " + re.sub(r"\bobject\b", "a mapping", re.sub(r"\barray\b", "a list", wanted))
 
 
 def _choices(kind: Any) -> list[str]:
@@ -265,6 +276,7 @@ def to_stored_yaml(config: DictConfig) -> str:
     keys = [key for key, is_branch in _known_keys().items() if not is_branch and _is_path(_setting_type(key))]
     for i, _ in enumerate(stored.get("train_tasks") or ()):
         keys += [f"train_tasks[{i}].custom_cls.path", f"train_tasks[{i}].loading_params.data_files"]
+    keys += [f"data.sources[{i}].train_files" for i, _ in enumerate(stored.data.get("sources") or ())]
     for key in keys:
         value, always = OmegaConf.select(stored, key), key == "trainer.default_local_dir"
         if OmegaConf.is_list(value):

@@ -38,6 +38,7 @@ class ModelSettings:
     tokenizer_path: LocalPath | None
     custom_chat_template: LocalPath | None
     trust_remote_code: bool
+    lora_rank: NotNegative
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class RolloutSettings:
     gpu_memory_utilization: AboveZeroShare | None
     dtype: Text
     load_format: Text
+    weight_transfer: Literal["folder", "gloo", "nccl"]
     launch: LaunchSettings
     engine_kwargs: dict[str, Any]
     on_weight_update: Literal["continue", "restart", "abort"]
@@ -133,6 +135,8 @@ class DataSettings:
     """`data`. Lengths in tokens."""
 
     train_files: LocalPath | list[LocalPath] | None
+    sources: list[dict[str, Any]] | None
+    """See `data.mixed.SourceConfig`."""
     prompt_key: Text
     ground_truth_key: Text | None
     max_prompt_length: Count
@@ -163,6 +167,7 @@ class RewardSettings:
     reward_kwargs: dict[str, Any]
     timeout: Limit
     max_concurrency: Count
+    processes: NotNegative = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +206,7 @@ class GenerationSettings:
     rescore: bool
     stop_after_failures: Annotated[int, Meta(ge=0)]
     save_batch_size: Count
+    keep_turns: bool
     pull_timeout: Limit
     final_merge: bool
     keep_batches: bool

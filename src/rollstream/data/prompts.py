@@ -5,7 +5,7 @@ import logging
 import marshal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -15,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rollstream.config.settings import DataSettings
+from rollstream.data.mixed import SourceConfig, SourceRows, in_shares, read_sources
 from rollstream.data.row import parse_row
 from rollstream.data.row_images import resolve
 from rollstream.data.sources import Concatenated, RowSource, custom_rows, expand_paths, open_source
-from rollstream.data.values import BadRow
+from rollstream.data.stored import STORED_RUN, open_stored
+from rollstream.data.values import BadRow, Row
 from rollstream.errors import ConfigError, DataError
 from rollstream.trajectory import PromptRow
 
@@ -71,6 +73,7 @@ class PromptDataset:
         shuffle_seed: Visit the rows in the random order of this seed; None: as they come.
         max_samples: Visit this many rows at most; None: all.
         known: Facts that an earlier run found; used when the files are the same, byte for byte.
+        parts: The sources whose rows follow one another, with their lengths; each has its share of the order.
 
     Raises:
         DataError: The first row cannot be used; names further ones, too.
@@ -85,6 +88,7 @@ class PromptDataset:
         shuffle_seed: int | None = None,
         max_samples: int | None = None,
         known: KnownDataset | None = None,
+        parts: Sequence[tuple[SourceConfig, int]] = (),
     ) -> None:
         self._source = source
         self._prompt_column, self._truth_column = prompt_column, truth_column
@@ -96,6 +100,12 @@ class PromptDataset:
         if shuffle_seed is not None:
             # RandomState and not default_rng: numpy keeps its stream for ever, and the order is identity.
             self._visiting = np.random.RandomState(shuffle_seed).permutation(len(source)).astype(np.int64)
+        self.sources = [part for part, _ in parts]
+        """The entries of `data.sources`, if these are the rows."""
+        self._of_source = np.repeat(np.arange(len(parts)), [rows for _, rows in parts])
+        if parts:
+            weights = [part.weight for part in self.sources]
+            self._visiting = in_shares(self._visiting, self._of_source[self._visiting], weights)
         self.max_samples = max_samples
         self._row_bytes = lru_cache(maxsize=_KEPT_ROWS)(self._read)
         try:
@@ -152,9 +162,17 @@ class PromptDataset:
         """Visits only these indices, in this order (still cut to `max_samples`). For filters."""
         self._visiting = visiting
 
+    def source_names(self) -> list[str]:
+        """The source of each row of `order`, by the entries of `data.sources`."""
+        return [self.sources[number].name for number in self._of_source[self.order]]
+
+    def given_row(self, index: int) -> Row:
+        """A row as the file has it."""
+        return self._source.row(index)
+
     def given_prompt(self, index: int) -> Any:
         """The prompt of a row as the file has it."""
-        return self._source.row(index).get(self._prompt_column)
+        return self.given_row(index).get(self._prompt_column)
 
     def location(self, index: int) -> str:
         """Where a row is, for people: `train.jsonl, row 17 (line 18)`."""
@@ -282,13 +300,24 @@ def load_prompts(
         )
     if source is None and has_class:
         source = custom_rows(data)
-    if source is None and not data.files:
+    entries = read_sources(data.sources)
+    if entries and (data.files or source is not None):
+        raise ConfigError(
+            "data.sources has all rows: leave out data.train_files, train_tasks and data.custom_cls"
+        )
+    if source is None and not data.files and not entries:
         raise ConfigError(
             "data.train_files: not set; name the files with prompts, or train_tasks to build some"
         )
-    if source is None:
-        sources = [open_source(path) for path in expand_paths(data.files)]
-        source = sources[0] if len(sources) == 1 else Concatenated(sources)
+    parts = list[tuple[SourceConfig, int]]()
+    if entries:
+        mixed = [SourceRows(_open_files(entry.files, data), entry) for entry in entries]
+        source, parts = (
+            Concatenated(mixed),
+            [(one, len(rows)) for one, rows in zip(entries, mixed, strict=True)],
+        )
+    elif source is None:
+        source = _open_files(data.files, data)
     return PromptDataset(
         source,
         prompt_column=data.prompt_key,
@@ -296,7 +325,18 @@ def load_prompts(
         shuffle_seed=data.seed if data.shuffle else None,
         max_samples=data.train_max_samples if data.train_max_samples > 0 else None,
         known=known,
+        parts=parts,
     )
+
+
+def _open_files(names: Sequence[str], data: DataSettings) -> RowSource:
+    sources = list[RowSource]()
+    for name in names:
+        if name.startswith(STORED_RUN):
+            sources.append(open_stored(name, data))
+        else:
+            sources += map(open_source, expand_paths([name]))
+    return sources[0] if len(sources) == 1 else Concatenated(sources)
 
 
 def _digest_file(file: Path) -> FileDigest:

@@ -56,7 +56,7 @@ def parse_row(
     """
     for column in _JSON_COLUMNS:
         if column in row:
-            row[column] = _mapping(row[column], column)
+            row[column] = as_mapping(row[column], column)
     if type(prompt := row.get(prompt_column)) is str and (in_text := messages_in_text(prompt)) is not None:
         row[prompt_column] = in_text
     digest = content_digest(row)
@@ -72,7 +72,7 @@ def parse_row(
     messages, images = take_images(messages, columns.pop("images", None))
     ground_truth = _take_ground_truth(columns, truth_column)
     extra_info: dict[str, Any] = columns.pop("extra_info", {})
-    tools_kwargs = columns.pop("tools_kwargs", None) or _mapping(
+    tools_kwargs = columns.pop("tools_kwargs", None) or as_mapping(
         extra_info.get("tools_kwargs"), "extra_info.tools_kwargs"
     )
     prompt_row = PromptRow(
@@ -90,7 +90,8 @@ def parse_row(
     return prompt_row, digest
 
 
-def _mapping(value: Any, column: str) -> dict[str, Any]:
+def as_mapping(value: Any, column: str) -> dict[str, Any]:
+    """A column's mapping, which may be JSON text; null is an empty one. Raises `BadRow`."""
     if type(value) is dict:
         return value
     if value is None or value == "":

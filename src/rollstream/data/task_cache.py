@@ -39,6 +39,7 @@ def resolve_tasks_into_config(config: ConfigT) -> ConfigT:
         ConfigError: `train_tasks` is wrong, or needs a package that is not installed.
         DataError: A task cannot be loaded, or an example cannot be used.
     """
+    _build_source_tasks(config)
     tasks = _plain(config.get("train_tasks"))
     if not tasks:
         return config
@@ -53,6 +54,15 @@ def resolve_tasks_into_config(config: ConfigT) -> ConfigT:
     else:
         config["data"] = {**(config.get("data") or {}), "train_files": files}
     return config
+
+
+def _build_source_tasks(config: dict[str, Any] | DictConfig) -> None:
+    """Has the tasks of `data.sources` built, and their files in their place."""
+    sources = _plain((config.get("data") or {}).get("sources"))
+    for at, source in enumerate(sources if isinstance(sources, list) else ()):
+        if isinstance(source, dict) and source.get("task") is not None and not source.get("train_files"):
+            sources[at] = {**source, "task": None, "train_files": get_dataset_paths([source["task"]])}
+            config["data"]["sources"] = sources
 
 
 def get_dataset_paths(

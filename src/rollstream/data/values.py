@@ -26,6 +26,9 @@ import orjson
 Row = dict[str, Any]
 """One row as a file gives it: column name to a value that JSON knows."""
 
+PASS_RATE = "pass_rate"
+"""The column that `rollstream select` adds: the row is the same as before."""
+
 
 class BadRow(Exception):
     """A row cannot be used. The message says why; whoever knows the file and the row adds them."""
@@ -110,13 +113,15 @@ def described(value: Any) -> str:
 def content_digest(row: Row) -> bytes:
     """Hashes a row's content: 16 bytes of BLAKE2b over its canonical JSON.
 
-    The order of keys does not count. Neither does `extra_info.index`, which is a position, nor a key
+    The order of keys does not count. Neither does `extra_info.index`, which is a position, nor `PASS_RATE`, nor a key
     whose value is null or an empty mapping, at any depth: the same row read from JSON Lines and from
     Parquet, where such keys come and go with the rows around it, has the same digest.
 
     Raises:
         BadRow: The row holds what JSON cannot (an integer beyond 64 bits, text with lone surrogates).
     """
+    if PASS_RATE in row:
+        row = {key: item for key, item in row.items() if key != PASS_RATE}
     extra_info = row.get("extra_info")
     if type(extra_info) is dict and "index" in extra_info:
         row = row | {"extra_info": {key: item for key, item in extra_info.items() if key != "index"}}

@@ -8,3 +8,8 @@ from pathlib import Path
 
 MODEL_PATH: Path = Path(__file__).parent / "model"
 """The model's folder, for transformers (safetensors, tokenizer, chat template) and openvino-genai (IR)."""
+
+
+def named_model(path: str) -> str:
+    """The folder or name of a model; `demo` is this one, unless a model of that name lies here."""
+    return str(MODEL_PATH) if path == "demo" and not Path("demo", "config.json").exists() else path

@@ -1,7 +1,6 @@
 """`rollstream init`: a configuration, prompts and a reward that run as they are written."""
 
 import argparse
-import json
 import shlex
 from pathlib import Path
 
@@ -35,8 +34,6 @@ def write_files(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             text = (MODEL_PATH.parent / "start" / name).read_text(encoding="utf-8")
-            if name == "run.yaml":
-                text = text.replace("MODEL_PATH", json.dumps(str(MODEL_PATH)))
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write into {folder}: {error.strerror}") from error

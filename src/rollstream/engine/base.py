@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from rollstream.trajectory import Completion, LogprobKind, Message, SamplingParams
 
@@ -30,6 +30,10 @@ class Capabilities:
     """Names that it takes in `SamplingParams.extra`."""
     scores: bool = False
     """Gives log-probs of given ids: it is a `ScoresIds`."""
+    score_top_k: int = 0
+    """Of that many likeliest ids in the place of each given one, at most: it is a `ScoresTopK`."""
+    adapters: int = 0
+    """LoRA adapters that it can answer under at once; 0: it takes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,31 @@ class ScoresIds(Protocol):
 
     async def score(self, ids: list[int], start: int = 1) -> list[float]:
         """Log-probs of `ids[start:]` in the model's own distribution, each after the ids before it; `start` > 0.
+
+        Raises:
+            EngineError: as `Engine.generate`.
+        """
+        ...
+
+
+MOST_TOP = 64
+"""Likeliest ids of a place, where the engine itself has no bound: answers are JSON, and so are theirs."""
+
+
+class TopScores(NamedTuple):
+    """Log-probs of given ids, and which ids are likeliest in the place of each, with theirs, the likeliest first."""
+
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+
+@runtime_checkable
+class ScoresTopK(Protocol):
+    """An engine that says which ids are likeliest; optional, `Capabilities.score_top_k` says how many."""
+
+    async def score_top(self, ids: list[int], start: int, top_k: int) -> TopScores:
+        """What `ScoresIds.score` gives, and the `top_k` likeliest ids in the place of each; `top_k` > 0.
 
         Raises:
             EngineError: as `Engine.generate`.
@@ -118,7 +147,10 @@ class Engine(Protocol):
         ...
 
     async def update_weights(self, source: str, version: int) -> None:
-        """Loads the weights at `source` and stamps tokens with `version` from then on."""
+        """Loads the weights at `source` and stamps tokens with `version` from then on.
+
+        Where `Capabilities.adapters` is not 0, a folder of a LoRA adapter will do.
+        """
         ...
 
     async def health(self) -> bool:

@@ -1,5 +1,6 @@
 """Checks that every engine makes: settings it knows, requests it can take, a model folder it can read."""
 
+import hashlib
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,17 @@ from rollstream.trajectory import SamplingParams
 logger = logging.getLogger(__name__)
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+
+_MODEL_PATTERNS = (
+    *("*.safetensors", "*.bin", "*.gguf"),
+    *("config.json", "generation_config.json", "openvino_model.xml"),
+)
+
+_WHOLE_FILE_BYTES = 64 << 20
+"""Files up to this size are hashed whole; of larger ones, samples: other weights differ nearly everywhere."""
+
+_SAMPLE_BYTES = 1 << 20
+_SAMPLES = 16
 
 _LOGPROB_MAX = 0.01
 """Nats: log-probs that a server computes in half precision are that far above 0 at most."""
@@ -224,6 +236,28 @@ def read_model_limits(model_path: Path) -> ModelLimits:
         tied_embeddings=bool(config) and text.get("tie_word_embeddings") is not False,
         image_token_id=_int_or_none(config.get("image_token_id", config.get("image_token_index"))),
     )
+
+
+def model_digest(path: str) -> str:
+    """Names a model's weights and configuration by content; a hub name stands for itself."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return path
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(
+        {file for pattern in _MODEL_PATTERNS for file in folder.glob(pattern) if file.is_file()}
+    ):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size};".encode())
+        with file.open("rb") as stream:
+            if size <= _WHOLE_FILE_BYTES:
+                while chunk := stream.read(1 << 20):
+                    digest.update(chunk)
+                continue
+            for sample in range(_SAMPLES + 1):
+                stream.seek((size - _SAMPLE_BYTES) * sample // _SAMPLES)
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def model_limits(model: str | None) -> ModelLimits:

@@ -18,11 +18,12 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from rollstream.aio import Backoff
+from rollstream.engine.adapters import HoldsAdapters, is_adapter
 from rollstream.engine.base import (
     Capabilities,
     ChatEngine,
@@ -32,11 +33,13 @@ from rollstream.engine.base import (
     HasReplicas,
     ReportsLoad,
     ScoresIds,
+    ScoresTopK,
+    TopScores,
 )
 from rollstream.engine.load import RequestMeter
-from rollstream.engine.replica import WeightsLostError
+from rollstream.engine.replica import INITIAL_WEIGHTS, Weights, WeightsLostError
 from rollstream.engine.weight_probe import PROBE_IDS, ProbeScores, find_problem, read_probe
-from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
+from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.trajectory import Completion, FinishReason, SamplingParams
 
 _LOG = logging.getLogger(__name__)
@@ -206,6 +209,10 @@ class ContinuingEngine:
         self.inside = 0
         """Requests that the engine has, whether it works on them or queues them."""
         self._updating = asyncio.Lock()
+        self._pins: dict[str, Weights] | None = None
+        """The weights of each rollout, by the id of its requests; None: weights are not pinned."""
+        self._newest = INITIAL_WEIGHTS
+        """Of pinned ones."""
         self._proved: ProbeScores | None = None
         """By the weights of the last update."""
         self._closed = False
@@ -261,6 +268,38 @@ class ContinuingEngine:
             if self._requests.get(request_id) is request:
                 del self._requests[request_id]
 
+    def pin_weights(self, versions: int) -> None:
+        """From now on an update ends nothing: each rollout goes on under the adapter that it began with.
+
+        Args:
+            versions: that rollouts may be of at once, the newest included.
+
+        Raises:
+            ConfigError: the engine cannot answer under so many.
+        """
+        can = self.capabilities.adapters if isinstance(self.engine, HoldsAdapters) else 0
+        if can < versions:
+            raise ConfigError(
+                f"weights='pinned' needs an engine that answers under {versions} LoRA adapters at once "
+                f"(max_staleness + 1), and this one does so under {can}: vLLM by --max-loras, see docs/engines.md"
+            )
+        self._pins = {}
+
+    @contextlib.contextmanager
+    def pinned(self, request_id: str) -> Iterator[None]:
+        """Inside it the requests of a rollout are answered under the weights of now, where weights are pinned.
+
+        They have this id, or this one with a dot and a number behind it.
+        """
+        if (pins := self._pins) is None:
+            yield
+            return
+        pins[request_id] = self._newest
+        try:
+            yield
+        finally:
+            del pins[request_id]
+
     async def chat(self, prompt: ChatPrompt, sampling: SamplingParams, *, request_id: str) -> Completion:
         """See `ChatEngine.chat`; goes to the engine as it is: one that speaks messages updates no weights."""
         if not isinstance(self.engine, ChatEngine):
@@ -309,15 +348,30 @@ class ContinuingEngine:
         async with self._updating:
             if self._closed:
                 raise EngineUnavailableError("the engine is closed")
-            self._is_open = False
+            if self._pins is not None:
+                await self._add_weights(self._pins, Weights(source, version))
+                return
             try:
-                await self._drain()
+                await self.hold()
                 await self.engine.update_weights(source, version)
                 await self._prove(source)
                 _LOG.info("weights of version %d, from %s", version, source)
             finally:
-                self._is_open = True
-                self._wake_all()
+                self.release()
+
+    async def hold(self) -> None:
+        """Empties the engine, and keeps it so until `release`: requests wait, whoever it is that loads weights.
+
+        Raises:
+            EngineError: it does not let go of its requests.
+        """
+        self._is_open = False
+        await self._drain()
+
+    def release(self) -> None:
+        """Ends a hold: what was cut off goes on."""
+        self._is_open = True
+        self._wake_all()
 
     async def score(self, ids: list[int], start: int = 1) -> list[float]:
         """See `ScoresIds.score`; not while weights change."""
@@ -325,6 +379,13 @@ class ContinuingEngine:
             raise EngineError("this engine gives no log-probs of given ids")
         async with self._updating:
             return await self.engine.score(ids, start)
+
+    async def score_top(self, ids: list[int], start: int, top_k: int) -> TopScores:
+        """See `ScoresTopK.score_top`; not while weights change."""
+        if top_k > self.capabilities.score_top_k or not isinstance(self.engine, ScoresTopK):
+            raise EngineError(f"this engine does not say which {top_k} ids are likeliest")
+        async with self._updating:
+            return await self.engine.score_top(ids, start, top_k)
 
     async def load(self) -> EngineLoad | None:
         """The engine's load, if it says it."""
@@ -358,10 +419,13 @@ class ContinuingEngine:
         request.cut_by_update, request.weights = False, self._weights()
         request.is_inside = True
         self.inside += 1
-        partial = request.partial
+        partial, name = request.partial, request.request_id
+        pinned: dict[str, Any] = {}
+        if (pins := self._pins) is not None:
+            pinned["weights"] = pins.get(name) or pins.get(name.rpartition(".")[0], self._newest)
         try:
             piece = await self.engine.generate(
-                partial.prompt_ids, partial.sampling, request_id=request.request_id, images=images
+                partial.prompt_ids, partial.sampling, request_id=name, images=images, **pinned
             )
         finally:
             request.is_inside = False
@@ -434,6 +498,22 @@ class ContinuingEngine:
                         await self._changed.wait()
         if self._closed:
             raise EngineUnavailableError("the engine was closed while it was updated")
+
+    async def _add_weights(self, pins: Mapping[str, Weights], weights: Weights) -> None:
+        """Gives the engine an adapter for what begins from now on."""
+        assert isinstance(self.engine, HoldsAdapters)
+        if not is_adapter(weights.source):
+            raise EngineError(
+                f"weights='pinned' is for LoRA adapters, and {weights.source!r} is none that is seen here: whole "
+                "weights would take the place of those that rollouts go on under"
+            )
+        if any(one.source == weights.source for one in pins.values()):
+            raise EngineError(f"rollouts go on under {weights.source}: the next version needs its own folder")
+        await self.engine.hold({*pins.values(), self._newest})
+        await self.engine.update_weights(weights.source, weights.version)
+        await self._prove(weights.source)
+        self._newest = weights
+        _LOG.info("adapter of version %d, from %s", weights.version, weights.source)
 
     async def _prove(self, source: str) -> None:
         """Compares the engine with what the trainer says of its weights. A pool has done so for each replica.

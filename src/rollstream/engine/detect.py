@@ -1,6 +1,7 @@
 """Finds out what kind of server stands behind a URL, and which model and tokenizer it serves."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer
 from rollstream.engine.replica import ReplicaUnavailableError
 from rollstream.errors import ConfigError, EngineError, EngineLostError, unknown_name
+
+logger = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0
 KINDS = ("sglang", "vllm", "openai")
@@ -46,7 +49,7 @@ async def detect_server(urls: Sequence[str], *, timeout: float, kind: str | None
         raise unknown_name("kind of server", kind, KINDS)
     urls = [url.rstrip("/").removesuffix("/v1").rstrip("/") for url in urls]
     servers = [HttpServer(url, CONNECTION_KWARGS) for url in urls]
-    deadline = time.monotonic() + timeout
+    deadline, said = time.monotonic() + timeout, False
     try:
         while True:
             for server in servers:
@@ -57,6 +60,9 @@ async def detect_server(urls: Sequence[str], *, timeout: float, kind: str | None
                     cause = error
             if time.monotonic() > deadline:
                 raise EngineLostError(f"nothing answers for {timeout:g} s: {cause}")
+            if not said:
+                logger.warning("no server answers yet, it has %g s: %s", timeout, cause)
+            said = True
             await asyncio.sleep(_PAUSE_S)
     finally:
         await asyncio.gather(*(server.close() for server in servers))

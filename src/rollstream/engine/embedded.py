@@ -57,6 +57,12 @@ class Restarted(Generic[_B]):
         self.closed = False
         self.lock = asyncio.Lock()
 
+    def serving(self) -> _B:
+        """The backend. Raises `EngineUnavailableError`."""
+        if self.backend is None:
+            raise EngineUnavailableError("the engine is closed, or was not started")
+        return self.backend
+
     async def start(self) -> None:
         """Starts the first one. `close` ends this with `EngineUnavailableError`."""
         async with self.lock:

@@ -6,13 +6,14 @@ It serves a model folder, or a model that a trainer in the same process owns and
 import contextlib
 import importlib.util
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollstream.aio import finish_despite_cancellation
-from rollstream.engine.base import Capabilities, EngineLoad
-from rollstream.engine.checks import check_request, read_model_limits
+from rollstream.engine.adapters import check_takes, is_adapter
+from rollstream.engine.base import MOST_TOP, Capabilities, EngineLoad, TopScores
+from rollstream.engine.checks import check_request, least, read_model_limits
 from rollstream.engine.embedded import Restarted, read_settings
 from rollstream.engine.hf_model import (
     ATTENTION,
@@ -23,6 +24,7 @@ from rollstream.engine.hf_model import (
     tokenizer_file,
 )
 from rollstream.engine.kind import EngineKind, EngineOptions
+from rollstream.engine.replica import Weights
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
 from rollstream.user_calls import in_daemon_thread
@@ -41,7 +43,6 @@ ENGINE_KWARGS: dict[str, Any] = {
     "num_threads": 0,  # CPU threads of the model; 0: torch's number; 1 is best for a small model or shared cores
     "keep_cache": False,  # what is in flight when the weights change goes on over the old keys and values
 }
-"""Keys of `engine_kwargs` with their defaults."""
 
 DATA_DECIDING_KWARGS = ("attn_implementation", "device", "dtype")
 """Those that change tokens or log-probs beyond the noise of float32."""
@@ -54,6 +55,9 @@ _LEAST = {
 }
 
 _PACKAGES = ("torch", "transformers")
+
+_ADAPTERS = 64
+"""At once: of one batch each takes a small product of its own in each layer."""
 
 _BLOCK = 32
 """Tokens in one of `num_kv_blocks`."""
@@ -104,6 +108,7 @@ class HFEngine:
         """Outlives the thread."""
         self._capabilities: Capabilities | None = None
         self._weight_changes = 0
+        self._held: set[Weights] | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -137,29 +142,34 @@ class HFEngine:
         *,
         request_id: str,
         images: list[object] | None = None,
+        weights: Weights | None = None,
     ) -> Completion:
         check_request(prompt_ids, sampling, self.capabilities, images=images)
-        if self._life.backend is None:
-            raise EngineUnavailableError("the engine is closed")
-        completion = await self._life.backend.generate(prompt_ids, sampling, request_id)
+        completion = await self._life.serving().generate(prompt_ids, sampling, request_id, weights)
         self._life.worked()
         return completion
 
     async def score(self, ids: list[int], start: int = 1) -> list[float]:
         """See `ScoresIds.score`. No step runs meanwhile."""
+        return (await self.score_top(ids, start, 0)).logprobs
+
+    async def score_top(self, ids: list[int], start: int, top_k: int) -> TopScores:
+        """See `ScoresTopK.score_top`. No step runs meanwhile."""
         check_request(ids, SamplingParams(1), self.capabilities, images=None)
         from rollstream.engine.hf_forward import score_ids
 
         model = self._live_model()
         async with model.changing():
-            return await finish_despite_cancellation(in_daemon_thread(score_ids, model.module, ids, start))
+            return await finish_despite_cancellation(
+                in_daemon_thread(score_ids, model.module, ids, start, top_k)
+            )
 
     async def abort(self, request_id: str) -> None:
         if self._life.backend is not None:
             self._life.backend.abort(request_id)
 
     async def update_weights(self, source: str, version: int) -> None:
-        """Loads the weights of another model folder (or hub name) of the same architecture, in place.
+        """Loads the weights of another model folder (or hub name) of the same architecture, or an adapter, in place.
 
         While they are read, generation goes on; it pauses while they are copied. See `changing_weights` for
         what becomes of requests in flight.
@@ -167,7 +177,12 @@ class HFEngine:
         Raises:
             EngineError: they cannot be read, or do not fit the model. Nothing has been changed then.
         """
-        module = self._live_model().module
+        model = self._live_model()
+        check_takes("hf", self.capabilities, source)
+        if is_adapter(source):
+            await finish_despite_cancellation(self._add_adapter(model, Weights(source, version)))
+            return
+        module = model.module
         await self.load_state_dict(await in_daemon_thread(read_weights, source, module), version)
 
     async def load_state_dict(self, state: Mapping[str, Any], version: int) -> None:
@@ -180,12 +195,20 @@ class HFEngine:
         """
         await finish_despite_cancellation(self._copy(self._live_model().match(state), version))
 
+    async def hold(self, held: Collection[Weights]) -> None:
+        self._held = {*held}
+
+    async def _add_adapter(self, model: LiveModel, weights: Weights) -> None:
+        held = self._held
+        async with self.changing_weights(weights.version, interrupts=held is None):
+            await in_daemon_thread(model.add_adapter, weights, held or ())
+
     async def _copy(self, pairs: list[tuple[Any, Any]], version: int) -> None:
         async with self.changing_weights(version):
             await in_daemon_thread(copy_weights, pairs)
 
     @contextlib.asynccontextmanager
-    async def changing_weights(self, version: int) -> AsyncIterator[None]:
+    async def changing_weights(self, version: int, *, interrupts: bool = True) -> AsyncIterator[None]:
         """Inside it no step runs, and weights may be changed in place: a trainer's optimizer step, say.
 
         Every token sampled after it is stamped with `version`. When it ends with an error, the version stays
@@ -197,11 +220,11 @@ class HFEngine:
 
         With `engine_kwargs.keep_cache` it goes on instead, over the keys and values that the old weights left
         behind. Its tokens come from neither the old model nor the new one, and their log-probs are those of
-        that mixture.
+        that mixture. Nor is anything interrupted without `interrupts`: what is in flight rests on other weights.
         """
         model = self._live_model()
         async with model.changing():
-            if self._life.backend is not None and not self._kwargs["keep_cache"]:
+            if self._life.backend is not None and interrupts and not self._kwargs["keep_cache"]:
                 self._life.backend.interrupt()
             await _synchronize(model)
             yield
@@ -240,7 +263,6 @@ class HFEngine:
             await batch.close()
             raise
         weakref.finalize(self, batch.stop)
-        lengths = (model.max_model_len, self._max_model_len, settings.cache_tokens)
         self._capabilities = Capabilities(
             token_ids=True,
             logprobs="processed",
@@ -249,9 +271,11 @@ class HFEngine:
             stop_token_ids=True,
             images=False,
             update_weights=True,
-            max_model_len=min(length for length in lengths if length is not None),
+            max_model_len=least(model.max_model_len, self._max_model_len, settings.cache_tokens),
             vocab_size=model.vocab_size,
             scores=True,
+            score_top_k=MOST_TOP,
+            adapters=0 if self._lent is not None or importlib.util.find_spec("peft") is None else _ADAPTERS,
         )
         return batch
 
@@ -264,9 +288,8 @@ class HFEngine:
         else:
             names = ("dtype", "device", "attn_implementation")
             model = LiveModel(load_module(str(self._model_path), **{name: kwargs[name] for name in names}))
-        lengths = [n for n in (model.max_model_len, self._max_model_len) if n is not None]
         return model, BatchSettings(
-            self._cache_tokens(model, min(lengths, default=None)),
+            self._cache_tokens(model, least(model.max_model_len, self._max_model_len)),
             kwargs["max_num_seqs"],
             kwargs["max_num_batched_tokens"],
             kwargs["num_threads"],

@@ -20,6 +20,7 @@ from rollstream.engine.base import EngineLoad
 from rollstream.engine.embedded import StopTexts, stop_window
 from rollstream.engine.hf_forward import DRAW_BITS, KeyValues, check_model, draw_tokens, next_logits
 from rollstream.engine.hf_model import LiveModel
+from rollstream.engine.replica import Weights
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, FinishReason, SamplingParams
 
@@ -53,6 +54,8 @@ class _SampledRequest:
     future: "asyncio.Future[Completion]"
     draws: random.Random
     """One draw for each sampled token, so that a seed repeats its tokens whatever else is in the batch."""
+    weights: Weights | None = None
+    """Of the adapter that it is answered under; None: the active one's."""
     sampled: _Sampled = field(default_factory=list)
     """The thread appends, the event loop reads."""
 
@@ -115,7 +118,13 @@ class Batch:
             await self._loop.run_in_executor(self._thread, check_model, self._model.module, self._cache)
         self._serving = asyncio.create_task(self._serve(), name="rollstream-hf")
 
-    async def generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> Completion:
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        request_id: str,
+        weights: Weights | None = None,
+    ) -> Completion:
         """Answers one request; cancelling this forgets it.
 
         Raises:
@@ -130,6 +139,7 @@ class Batch:
             self._model.end_ids(sampling),
             self._loop.create_future(),
             random.Random(sampling.seed),
+            weights,
         )
         self._in_flight.add(request)
         self._waiting.append(request)
@@ -235,8 +245,12 @@ class Batch:
         answered = self._begin()
         if self._running:
             newest = [[request.sampled[-1][0]] for request in self._running]
-            answered += self._draw(0, next_logits(self._model.module, self._cache, 0, newest))
+            answered += self._draw(0, self._next_logits(0, newest))
         return answered
+
+    def _next_logits(self, first: int, tokens: list[list[int]]) -> Any:
+        module, more = self._model.answering([request.weights for request in self._running[first:]])
+        return next_logits(module, self._cache, first, tokens, **more)
 
     def _begin(self) -> list[_Answered]:
         """Takes in what there is room for, and computes the prompts."""
@@ -248,7 +262,7 @@ class Batch:
         prompts = [request.prompt_ids for request in group]
         for begin in range(0, max(map(len, prompts)), step):  # one that is longer than a step is alone
             parts = [prompt[begin : begin + step] for prompt in prompts]
-            logits = next_logits(self._model.module, cache, first, parts)
+            logits = self._next_logits(first, parts)
         return self._draw(first, logits)
 
     def _admit(self) -> list[_SampledRequest]:
@@ -277,9 +291,9 @@ class Batch:
         requests = self._running[first:]
         draws = [request.draws.getrandbits(DRAW_BITS) / 2**DRAW_BITS for request in requests]
         ids, logprobs = draw_tokens(logits, [request.sampling for request in requests], draws)
-        version = self._model.version
         answered: list[_Answered] = []
         for row in reversed(range(len(requests))):
+            version = (requests[row].weights or self._model).version
             requests[row].sampled.append((ids[row], logprobs[row], version))
             if (answer := self._ended(requests[row], requests[row].sampled)) is not None:
                 answered.append((requests[row], answer))

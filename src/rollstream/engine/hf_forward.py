@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from rollstream.engine.base import TopScores
 from rollstream.engine.hf_model import attention_kinds
 from rollstream.errors import EngineError
 from rollstream.trajectory import SamplingParams
@@ -124,10 +125,13 @@ class KeyValues(Cache):  # type: ignore[misc]
         return shaped
 
 
-def next_logits(module: Any, cache: KeyValues, first: int, tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+def next_logits(
+    module: Any, cache: KeyValues, first: int, tokens: Sequence[Sequence[int]], **more: Any
+) -> torch.Tensor:
     """Feeds tokens to the rows from `first` on, and returns the float32 logits after each row's last one.
 
-    Shorter parts are padded on the left, so that the last token of each is in the last place.
+    Shorter parts are padded on the left, so that the last token of each is in the last place. `more` are further
+    arguments of the module.
     """
     device = module.device
     width = max(map(len, tokens))
@@ -148,6 +152,7 @@ def next_logits(module: Any, cache: KeyValues, first: int, tokens: Sequence[Sequ
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **more,
     ).logits[:, -1]
     for row, part in enumerate(tokens, first):
         cache.lengths[row] += len(part)
@@ -211,13 +216,14 @@ def check_model(module: Any, cache: KeyValues) -> None:
         )
 
 
-def score_ids(module: Any, ids: list[int], start: int) -> list[float]:
-    """Log-probs of `ids[start:]` in the model's own distribution, each after the ids before it."""
+def score_ids(module: Any, ids: list[int], start: int, top_k: int = 0) -> TopScores:
+    """Log-probs of `ids[start:]` in the model's own distribution, each after the ids before it, and the likeliest."""
     with torch.no_grad():
         row = torch.tensor([ids], device=next(module.parameters()).device)
         logits = module(input_ids=row, use_cache=False).logits[0, start - 1 : -1].float()
-        chosen = logits.log_softmax(-1).gather(1, row[0, start:, None])
-    return [float(value) for value in chosen[:, 0].tolist()]
+        logprobs = logits.log_softmax(-1)
+        chosen, top = logprobs.gather(1, row[0, start:, None]), logprobs.topk(top_k)
+    return TopScores(chosen[:, 0].tolist(), top.indices.tolist(), top.values.tolist())
 
 
 def token_bytes(module: Any) -> int:

@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import copy
+import secrets
 import threading
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollstream.engine.replica import Weights
 from rollstream.errors import EngineError
 from rollstream.trajectory import SamplingParams
 
@@ -32,6 +34,8 @@ class LiveModel:
     """
 
     def __init__(self, module: Any, *, lent: bool = False) -> None:
+        if hasattr(module, "get_base_model"):  # its adapter's layers are in the model itself
+            module = module.get_base_model()
         self.module = (_share_weights(module) if lent else module).eval()
         self.version = 0
         """Of the weights; changes while no step runs."""
@@ -49,6 +53,10 @@ class LiveModel:
         self.eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
         self.max_model_len: int | None = getattr(config, "max_position_embeddings", None)
         self.vocab_size: int = self.module.get_input_embeddings().weight.shape[0]
+        self._peft: Any = None
+        """The module with its adapters; None before the first one."""
+        self._adapters: dict[Weights, str] = {}
+        """Names, of which the last one is active."""
 
     @contextlib.asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
@@ -59,6 +67,53 @@ class LiveModel:
                 yield
         finally:
             self.wanted -= 1
+
+    def add_adapter(self, weights: Weights, held: Collection[Weights]) -> None:
+        """Puts a LoRA adapter on the module, which is active from then on; others go, but for those `held`.
+
+        Under the lock.
+
+        Raises:
+            EngineError: it cannot be read, or does not fit the model. Nothing has been changed then.
+        """
+        from peft import PeftConfig, PeftModel
+
+        name, peft = f"v{weights.version}_{secrets.token_hex(4)}", self._peft
+        try:
+            if peft is None:  # puts layers around those of the module, in place
+                peft = PeftModel(self.module, PeftConfig.from_pretrained(weights.source), name)
+            try:
+                report = peft.load_adapter(weights.source, name)
+                if wrong := [*report.missing_keys, *report.unexpected_keys]:
+                    raise ValueError(f"it does not fit the model: {_some(wrong)}")
+                if any(f".{name}." in at and not _is_finite(one) for at, one in peft.named_parameters()):
+                    raise ValueError("it has values that are not numbers")
+            except BaseException:
+                if self._peft is None:
+                    peft.unload()
+                elif name in peft.peft_config:
+                    peft.delete_adapter(name)
+                raise
+        except Exception as error:
+            cause = " ".join(str(error).split())
+            raise EngineError(
+                f"engine 'hf' cannot load the adapter {weights.source}: {type(error).__name__}: {cause}"
+            ) from error
+        peft.set_adapter(name)
+        peft.eval()
+        self._peft, before = peft, self._adapters.pop(weights, None)
+        gone = [self._adapters.pop(other) for other in self._adapters.keys() - {*held}]
+        for other in (*gone, *([] if before is None else [before])):
+            peft.delete_adapter(other)
+        self._adapters[weights] = name
+
+    def answering(self, rows: Sequence[Weights | None]) -> tuple[Any, dict[str, Any]]:
+        """What to call for rows under adapters of their own (None: the active one), and with which arguments."""
+        if self._peft is None:
+            return self.module, {}
+        active = [*self._adapters.values()][-1]
+        names = [active if row is None else self._adapters[row] if row.source else "__base__" for row in rows]
+        return (self.module, {}) if {*names} == {active} else (self._peft, {"adapter_names": names})
 
     def end_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """Ids that end a generation."""

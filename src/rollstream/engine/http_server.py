@@ -8,7 +8,6 @@ other 4xx, a redirect, which is never followed     -> this request is bad
 
 import os
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
@@ -74,18 +73,7 @@ class HttpServer:
         Raises:
             ReplicaUnavailableError, TransientEngineError, EngineError: see the top of this file.
         """
-        sent_twice = False
-        while True:
-            try:
-                async with self._send("POST", path, body) as response:
-                    status, payload = response.status, await response.read()
-                break
-            except CONNECTION_ERRORS as error:
-                if isinstance(error, aiohttp.ServerDisconnectedError) and not sent_twice and wanted():
-                    # It may have been an idle connection that the server was just closing: once more.
-                    sent_twice = True
-                    continue
-                raise self._away(error) from error
+        status, payload = await self._request("POST", path, body, None, wanted)
         if status == 200:
             return payload
         refusal = self.refusal(status, payload)
@@ -162,34 +150,48 @@ class HttpServer:
             await session.close()
 
     async def _request(
-        self, method: str, path: str, body: bytes | None, timeout_s: float
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        timeout_s: float | None,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> tuple[int, bytes]:
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        try:
-            async with self._send(method, path, body, timeout=timeout) as response:
-                return response.status, await response.read()
-        except CONNECTION_ERRORS as error:
-            raise self._away(error) from error
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout)
+        sent_twice = False
+        while True:
+            try:
+                # A job of a buffer may name its engine, but only where the operator allows it: no redirects.
+                async with self._opened().request(
+                    method, self.url + path, data=body, allow_redirects=False, timeout=timeout
+                ) as response:
+                    return response.status, await response.read()
+            except CONNECTION_ERRORS as error:
+                if not _was_closing(error) or sent_twice or not wanted():
+                    raise ReplicaUnavailableError(f"{self.url}: {type(error).__name__}: {error}") from error
+                sent_twice = True
 
-    def _send(
-        self, method: str, path: str, body: bytes | None, **options: Any
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    def _opened(self) -> aiohttp.ClientSession:
         if self._closed:
             raise ReplicaUnavailableError("the engine is closed")
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout),
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 # Replies are read in one piece; the default high-water mark pauses the socket several times.
                 read_bufsize=2**20,
             )
-        # A job of a buffer may name its engine, but only where the operator allows it: no redirects.
-        return self._session.request(method, self.url + path, data=body, allow_redirects=False, **options)
+        return self._session
 
-    def _away(self, error: BaseException) -> ReplicaUnavailableError:
-        return ReplicaUnavailableError(f"{self.url}: {type(error).__name__}: {error}")
+
+def _was_closing(error: BaseException) -> bool:
+    """Whether it may have been a connection that was kept and that the server was just closing: once more.
+
+    It does so with one that was idle for long, and uvicorn also after a 500.
+    """
+    kept = isinstance(error, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+    return kept and not isinstance(error, aiohttp.ClientConnectorError)
 
 
 def read_api_key(kwargs: dict[str, Any]) -> str:

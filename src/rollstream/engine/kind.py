@@ -52,3 +52,13 @@ class EngineKind:
     def read_kwargs(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """`engine_kwargs` with their defaults. Raises `ConfigError`."""
         return read_engine_kwargs(self.name, given, self.kwargs)
+
+
+def of_servers(engine: Callable[..., Engine]) -> Callable[[EngineOptions], Engine]:
+    """Makes an engine of servers by its URLs and settings."""
+    return lambda options: engine(
+        options.server_urls,
+        model_path=options.model_path,
+        max_model_len=options.max_model_len,
+        engine_kwargs=options.engine_kwargs,
+    )

@@ -40,7 +40,7 @@ from rollstream.engine.http_server import (
     read_api_key,
     status_error,
 )
-from rollstream.engine.kind import EngineKind, EngineOptions
+from rollstream.engine.kind import EngineKind, of_servers
 from rollstream.engine.pool import POOL_KWARGS, PoolEngine
 from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError
 from rollstream.engine.servers import card_names
@@ -63,7 +63,6 @@ ENGINE_KWARGS: dict[str, Any] = {
     "omit": [],  # fields not to send at their default: temperature, top_p, seed, stream_options
     "extra_body": {},  # further fields of every request: {top_k: 20, reasoning_effort: low}
 }
-"""Keys of `engine_kwargs` with their defaults."""
 
 DATA_DECIDING_KWARGS = ("extra_body", "send_reasoning")
 
@@ -618,13 +617,6 @@ def read_settings(engine_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     return kwargs
 
 
-def _create(options: EngineOptions) -> OpenAIEngine:
-    return OpenAIEngine(
-        options.server_urls,
-        model_path=options.model_path,
-        max_model_len=options.max_model_len,
-        engine_kwargs=options.engine_kwargs,
-    )
-
-
-KIND = EngineKind("openai", _create, ENGINE_KWARGS, DATA_DECIDING_KWARGS, is_token_exact=False)
+KIND = EngineKind(
+    "openai", of_servers(OpenAIEngine), ENGINE_KWARGS, DATA_DECIDING_KWARGS, is_token_exact=False
+)

@@ -16,8 +16,9 @@ import msgspec
 
 from rollstream.aio import finish_despite_cancellation
 from rollstream.childproc import Child, ChildDiedError, packed
+from rollstream.engine.adapters import is_adapter
 from rollstream.engine.base import Capabilities, EngineLoad
-from rollstream.engine.checks import check_request, read_model_limits
+from rollstream.engine.checks import check_request, least, read_model_limits
 from rollstream.engine.embedded import Restarted, read_settings
 from rollstream.engine.kind import EngineKind, EngineOptions
 from rollstream.engine.openvino_weights import lay_out_weights
@@ -37,7 +38,6 @@ ENGINE_KWARGS: dict[str, Any] = {
     "inference_precision": "f32",  # bf16 is faster where the CPU has it; log-probs are then off by about 0.1
     "start_timeout": 300.0,  # seconds to load the model, or other weights
 }
-"""Keys of `engine_kwargs` with their defaults."""
 
 DATA_DECIDING_KWARGS = ("enable_prefix_caching", "inference_precision", "kv_cache_precision")
 """Those that change tokens or log-probs beyond the noise of float32."""
@@ -352,7 +352,7 @@ class OpenVINOEngine:
         number = next(self._numbers)
         self._in_flight[request_id] = number
         try:
-            done = await self._worker().run(Add(number, prompt_ids, sampling))
+            done = await self._life.serving().run(Add(number, prompt_ids, sampling))
         finally:
             if self._in_flight.get(request_id) == number:
                 del self._in_flight[request_id]
@@ -366,11 +366,10 @@ class OpenVINOEngine:
         )
 
     async def score(self, ids: list[int], start: int = 1) -> list[float]:
-        """See `ScoresIds.score`."""
         sampling = SamplingParams(1, temperature=0.0)
         check_request(ids, sampling, self.capabilities, images=None)
         add = Add(next(self._numbers), ids, replace(sampling, max_tokens=0), scores=True)
-        done = await self._worker().run(add)
+        done = await self._life.serving().run(add)
         if done.logprobs is None or done.tokens != ids:
             raise EngineError(f"the pipeline gives no log-probs of {len(ids)} ids")
         return done.logprobs[start:]  # the one at 0 is a placeholder
@@ -393,9 +392,14 @@ class OpenVINOEngine:
             EngineError: they cannot be loaded. The old ones go on, and nothing was interrupted, unless the
                 worker died of it; `health` then starts another one with the old weights.
         """
+        if is_adapter(source):
+            raise EngineError(
+                f"engine 'openvino' takes no LoRA adapter such as {source}: openvino-genai would answer all requests "
+                "under it, and ignores that of a single one"
+            )
         await self.health()  # a worker that has died is started first
         async with self._life.lock:
-            await finish_despite_cancellation(self._update(self._worker(), source, version))
+            await finish_despite_cancellation(self._update(self._life.serving(), source, version))
 
     async def health(self) -> bool:
         """Whether the worker is alive. Starts a new one if not, at most one at a time, with back-off."""
@@ -411,11 +415,6 @@ class OpenVINOEngine:
         await self._life.close()
         if self._weights is not None:
             self._weights.cleanup()
-
-    def _worker(self) -> WorkerProcess:
-        if self._life.backend is None:
-            raise EngineUnavailableError("the engine is closed, or was not started")
-        return self._life.backend
 
     async def _update(self, worker: WorkerProcess, source: str, version: int) -> None:
         weights = ScratchFolder("weights")
@@ -433,7 +432,6 @@ class OpenVINOEngine:
 
     async def _start_worker(self) -> WorkerProcess:
         worker = await WorkerProcess.start(self._load, log_path=self._log_path, timeout_s=self._start_timeout)
-        lengths = (self._limits.max_model_len, self._max_model_len, worker.cache_tokens)
         self._capabilities = Capabilities(
             token_ids=True,
             logprobs="raw" if self._load.temperature is None else "processed",
@@ -442,7 +440,7 @@ class OpenVINOEngine:
             stop_token_ids=True,
             images=False,
             update_weights=True,
-            max_model_len=min(length for length in lengths if length is not None),
+            max_model_len=least(self._limits.max_model_len, self._max_model_len, worker.cache_tokens),
             vocab_size=self._limits.vocab_size,
             extra_sampling=PLAIN if self._load.temperature is None else (),
             scores=self._load.temperature is None,

@@ -151,6 +151,8 @@ class Worker:
         while self._waiting and len(self._running) < self._load.scheduler["max_num_seqs"]:
             request = next(iter(self._waiting.values()))
             add = request.add
+            if self._would_mix(add):
+                return
             request.blocks = -(-(len(add.prompt) + add.sampling.max_tokens) // BLOCK_TOKENS)
             if request.blocks > self._free_blocks:
                 return
@@ -162,6 +164,16 @@ class Worker:
             else:
                 self._free_blocks -= request.blocks
                 self._running[add.id] = request
+
+    def _would_mix(self, add: Add) -> bool:
+        """Whether a request has to wait until the others have left the pipeline.
+
+        openvino-genai 2026.4 gives wrong log-probs to both where it scores a prompt while it generates.
+        """
+        running = next(iter(self._running.values()), None)  # all are of one kind
+        if running is None:
+            return add.scores and self._cancelled_blocks > 0
+        return running.add.scores != add.scores
 
     def _step(self) -> None:
         self._pipeline.step()

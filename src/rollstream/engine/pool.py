@@ -17,18 +17,35 @@ import logging
 import random
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from rollstream.aio import any_true
-from rollstream.engine.base import Capabilities, ChatPrompt, EngineLoad, ReportsLoad, ScoresIds
+from rollstream.engine.adapters import check_takes
+from rollstream.engine.base import (
+    Capabilities,
+    ChatPrompt,
+    EngineLoad,
+    ReportsLoad,
+    ScoresIds,
+    ScoresTopK,
+    TopScores,
+)
 from rollstream.engine.checks import check_request, ids_fit, least
 from rollstream.engine.load import LoadSum
 from rollstream.engine.readiness import Member, Readiness
-from rollstream.engine.replica import INITIAL_WEIGHTS, Replica, ReplicaRequest, ReplicaUnavailableError
+from rollstream.engine.replica import (
+    INITIAL_WEIGHTS,
+    Replica,
+    ReplicaRequest,
+    ReplicaUnavailableError,
+    Weights,
+)
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.trajectory import Completion, SamplingParams
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +160,7 @@ class PoolEngine:
         self._nonce = secrets.token_hex(4)
         self._counter = itertools.count()
         self._requests: dict[str, _PoolRequest] = {}
+        self._held: set[Weights] = set()
         self._loads = LoadSum()
         self._watching: asyncio.Task[None] | None = None
         self._aborts: set[asyncio.Task[bool]] = set()
@@ -223,17 +241,18 @@ class PoolEngine:
         request_id: str,
         images: list[object] | None = None,
         chat: ChatPrompt | None = None,
+        weights: Weights | None = None,
     ) -> Completion:
-        """See `Engine.generate`; `chat`: the same as messages, for replicas that speak messages."""
+        """See `Engine.generate`, `HoldsAdapters`; `chat`: the same as messages, for replicas that speak messages."""
         check_request(prompt_ids, sampling, self.capabilities, images=images)
-        sent = ReplicaRequest(prompt_ids, sampling, request_id, "", list(images or ()), chat=chat)
+        sent = ReplicaRequest(prompt_ids, sampling, request_id, "", list(images or ()), False, weights, chat)
         request = self._requests[request_id] = _PoolRequest(sent)
         readiness, failures, has_waited = self._readiness, request.failures, False
         try:
             while not request.sent.aborted:
                 if self._closed:
                     raise EngineUnavailableError("the engine is closed")
-                if not readiness.settled.is_set():
+                if weights is None and not readiness.settled.is_set():
                     await readiness.settled.wait()
                     continue
                 candidates = [member for member in readiness.ready.values() if member.name not in failures]
@@ -259,9 +278,28 @@ class PoolEngine:
                 request.end_wait()
 
     async def score(self, ids: list[int], start: int = 1) -> list[float]:
-        """See `ScoresIds.score`; asks one of the replicas that are ready."""
-        for member in list(self._readiness.ready.values()):
-            if (scores := await self._score_on(member.replica, ids, start)) is not None:
+        """See `ScoresIds.score`; asks the replicas that are ready in turn."""
+        return await self._in_turn(ids, lambda replica: self._score_on(replica, ids, start))
+
+    async def score_top(self, ids: list[int], start: int, top_k: int) -> TopScores:
+        """See `ScoresTopK.score_top`; the same."""
+
+        async def ask(replica: Replica) -> TopScores | None:
+            knows = self._fits(ids) and top_k <= self.capabilities.score_top_k
+            return (
+                await replica.score_top(ids, start, top_k)
+                if knows and isinstance(replica, ScoresTopK)
+                else None
+            )
+
+        return await self._in_turn(ids, ask)
+
+    async def _in_turn(self, ids: list[int], ask: Callable[[Replica], Awaitable[T | None]]) -> T:
+        check_request(ids, SamplingParams(1), self.capabilities, images=None)
+        ready = list(self._readiness.ready.values())
+        first = next(self._counter) % max(1, len(ready))
+        for member in ready[first:] + ready[:first]:
+            if (scores := await ask(member.replica)) is not None:
                 return scores
         raise EngineUnavailableError(f"no {self._what} server gives log-probs of given ids now")
 
@@ -274,15 +312,42 @@ class PoolEngine:
         Raises:
             EngineError: none could; the old weights stay. The exact contract: `Readiness.update`.
         """
-        if not self.capabilities.update_weights:
-            raise EngineError(f"engine {self._what!r} cannot update weights")
+        check_takes(self._what, self.capabilities, source)
         await self._readiness.update(source, version)
+        await self._keep_adapters({self._readiness.wanted, *self._held})
+
+    async def hold(self, held: Collection[Weights]) -> None:
+        self._held = {*held}
+        await self._keep_adapters(self._held)
 
     async def health(self) -> bool:
         """Whether at least one replica is ready and healthy; when none is ready, tries to change that."""
         if self._closed or not (self._readiness.ready or await self._readiness.try_now(_TRY_WAIT_S)):
             return False
         return await any_true(member.replica.health() for member in self._readiness.ready.values())
+
+    async def recheck(self) -> bool:
+        """Asks each replica for a token. One that has other weights than the last update's gets these again first.
+
+        Returns:
+            whether there was one: where others send the requests, nobody here sees it.
+        """
+
+        async def is_other(member: Member) -> bool:
+            rid = f"recheck.{self._nonce}{next(self._counter)}"
+            sent = ReplicaRequest([1], SamplingParams(1, logprobs=False), rid, rid)
+            try:
+                async with asyncio.timeout(_ABORT_TIMEOUT_S):
+                    await self._generate(member.replica, sent)
+            except ReplicaUnavailableError as error:
+                self._readiness.lost(member, str(error))
+                return True
+            except (EngineError, TimeoutError):  # it is there, and says nothing of its weights
+                pass
+            return False
+
+        await self._readiness.settled.wait()
+        return any(await asyncio.gather(*map(is_other, [*self._readiness.ready.values()])))
 
     async def load(self) -> EngineLoad | None:
         """The sum over the replicas that say theirs; None when nobody does."""
@@ -356,7 +421,7 @@ class PoolEngine:
         """A replica's answer. Raises `ReplicaUnavailableError` also when it is not by the wanted weights."""
         wanted = self._readiness.wanted
         completion = await replica.generate(sent)
-        if wanted != INITIAL_WEIGHTS and completion.token_ids:
+        if sent.weights is None and wanted != INITIAL_WEIGHTS and completion.token_ids:
             version = completion.policy_versions[-1][1]
             if version not in (wanted.version, self._readiness.wanted.version):
                 raise ReplicaUnavailableError(
@@ -402,17 +467,24 @@ class PoolEngine:
                 logger.warning("%s server does not answer, going on without it: %s", self._what, cause)
             self._readiness.begin(member, cause)
 
+    async def _keep_adapters(self, kept: Collection[Weights]) -> None:
+        """Has the replicas unload all adapters but these."""
+        given = [getattr(member.replica, "adapters", None) for member in self._readiness.ready.values()]
+        await asyncio.gather(*(adapters.keep(kept) for adapters in given if adapters is not None))
+
     async def _check_capabilities(self, replica: Replica) -> None:
         if missing := missing_capabilities(await replica.describe(), self.capabilities):
             raise EngineError(f"{replica.name} is not what the run began with: it has {missing}")
 
     async def _score_on(self, replica: Replica, ids: list[int], start: int) -> list[float] | None:
         """Log-probs of ids by one replica; None of one that gives none."""
-        can = self.capabilities
-        fits = len(ids) < (can.max_model_len or len(ids) + 1) and ids_fit(ids, can.vocab_size)
-        if not can.scores or not fits or not isinstance(replica, ScoresIds):
+        if not self.capabilities.scores or not self._fits(ids) or not isinstance(replica, ScoresIds):
             return None
         return await replica.score(ids, start)
+
+    def _fits(self, ids: list[int]) -> bool:
+        can = self.capabilities
+        return len(ids) < (can.max_model_len or len(ids) + 1) and ids_fit(ids, can.vocab_size)
 
     async def _watch(self) -> None:
         """Looks for replicas that take requests and answer none."""
@@ -444,9 +516,10 @@ def common_capabilities(replicas: Sequence[Capabilities]) -> Capabilities | None
     values: dict[str, Any] = {
         each.name: all(getattr(replica, each.name) for replica in replicas) for each in fields(Capabilities)
     }
+    for name in ("adapters", "score_top_k"):
+        values[name] = min(getattr(replica, name) for replica in replicas)
     for name in ("max_model_len", "vocab_size"):
-        sizes = [getattr(replica, name) for replica in replicas]
-        values[name] = min((size for size in sizes if size is not None), default=None)
+        values[name] = least(*(getattr(replica, name) for replica in replicas))
     kinds = {replica.logprobs for replica in replicas}
     # Log-probs of two kinds in one dataset would be worse than none.
     values["logprobs"] = kinds.pop() if len(kinds) == 1 else "none"

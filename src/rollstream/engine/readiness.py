@@ -23,6 +23,8 @@ from rollstream.engine.replica import (
     Weights,
     WeightsLostError,
 )
+from rollstream.engine.weight_channel import SentWeights
+from rollstream.engine.weight_deltas import CopiedWeights
 from rollstream.engine.weight_probe import (
     PROBE_IDS,
     ProbeScores,
@@ -285,7 +287,8 @@ class Readiness:
         healthy = [member for member, is_healthy in zip(free, checks, strict=True) if is_healthy]
         asked = healthy or free  # one that a failed update has paused says that it is not healthy
         if self.wanted == INITIAL_WEIGHTS:
-            await asyncio.gather(*(self._probe(member, None) for member in asked))
+            # Not of one that is paused: it would not answer.
+            await asyncio.gather(*(self._probe(member, None) for member in healthy))
         answers = await asyncio.gather(
             *(self._load_and_probe(member, weights) for member in asked), return_exceptions=True
         )
@@ -315,7 +318,7 @@ class Readiness:
         ]
         text = "; ".join(causes)
         if len(errors) == len(asked):
-            if not healthy and all(isinstance(error, ReplicaUnavailableError) for error in errors.values()):
+            if all(isinstance(error, ReplicaUnavailableError) for error in errors.values()):
                 raise EngineUnavailableError(f"no server is there to load weights ({text})")
             raise EngineError(f"none of {len(asked)} replicas could load {weights.source} ({text})")
         if causes:
@@ -347,7 +350,11 @@ class Readiness:
         if source is None:  # what a server began with is nobody's update
             member.scores = ProbeScores(scores, None)
             return
-        now = ProbeScores(scores, await asyncio.to_thread(read_probe, source))
+        if isinstance(source, SentWeights | CopiedWeights):
+            trainers = source.logprobs
+        else:
+            trainers = await asyncio.to_thread(read_probe, source)
+        now = ProbeScores(scores, trainers)
         if (problem := find_problem(now, before)) is not None:
             raise WeightsLostError(f"{member.name} has loaded {source}, but {problem}")
         member.scores = now

@@ -301,11 +301,19 @@ def below(root: int) -> list[int]:
         pid = waiting.pop()
         children = parents.get(pid, [])
         if is_listed:
-            files = Path(f"/proc/{pid}/task").glob("*/children")
-            children = [int(child) for file in files for child in _read(file).split()]
+            children = _children(Path(f"/proc/{pid}/task"))
         found += children
         waiting += children
     return found
+
+
+def _children(threads: Path) -> list[int]:
+    """The children of a process, from the folder of its threads; none when it has just ended."""
+    try:
+        files = [thread / "children" for thread in threads.iterdir()]
+    except OSError:
+        return []
+    return [int(child) for file in files for child in _read(file).split()]
 
 
 def marked(mark: str) -> set[int]:

@@ -47,7 +47,8 @@ def create_engine(
     )
     if kind.is_embedded and server_urls:
         raise ConfigError(
-            f"engine {name!r} is embedded: actor_rollout_ref.rollout.server_urls is for servers"
+            f"engine {name!r} is embedded: actor_rollout_ref.rollout.server_urls is for servers, whose kind is said by "
+            "--engine sglang, vllm or openai"
         )
     if launch is None or not is_launched(name, server_urls):
         return kind.create(options)

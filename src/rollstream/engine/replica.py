@@ -41,6 +41,8 @@ class ReplicaRequest:
     images: list[object] = field(default_factory=list)
     aborted: bool = False
     """Set when the caller wants what there is."""
+    weights: Weights | None = None
+    """An adapter's, to be answered under; None: the replica's newest."""
     chat: ChatPrompt | None = None
     """The request as messages, for replicas that speak messages."""
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import msgspec
 
 from rollstream.aio import SharedCheck
-from rollstream.engine.base import EngineLoad
+from rollstream.engine.base import EngineLoad, TopScores
 from rollstream.engine.checks import ids_fit, least, logprobs_fit, model_limits
 from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer
 from rollstream.engine.kind import EngineKind, EngineOptions
@@ -27,7 +27,6 @@ SERVER_KWARGS: dict[str, Any] = {
     "check_model": True,  # a server of a model with another name is an error; else a warning
     "update_timeout": 600.0,  # seconds for a server to load other weights
 }
-"""Keys of `engine_kwargs` with their defaults."""
 
 ABORT_TIMEOUT_S = 10.0
 """An abort is a courtesy to the server: not worth waiting longer."""
@@ -65,7 +64,6 @@ class ServerReplica:
         return self._server.url
 
     async def health(self) -> bool:
-        """See `Replica.health`."""
         raise NotImplementedError
 
     async def load(self) -> EngineLoad | None:
@@ -90,7 +88,10 @@ class ServerReplica:
         check_served_model(self.name, names, self._model_path, strict=self._kwargs["check_model"])
 
     async def _tell(self, path: str, body: object = None, *, timeout_s: float | None = None) -> bytes:
-        return await self._server.tell(path, body, timeout_s=timeout_s or self._kwargs["update_timeout"])
+        payload = await self._server.tell(path, body, timeout_s=timeout_s or self._kwargs["update_timeout"])
+        if b'"success":false' in payload.replace(b" ", b""):  # SGLang's way to refuse
+            raise EngineError(f"{self.name}{path} fails: {payload[:500].decode(errors='replace')}")
+        return payload
 
     async def _tell_abort(self, path: str, body: object) -> None:
         try:
@@ -133,16 +134,6 @@ class ServerEngine(PoolEngine):
             max_model_len=least(max_model_len, model_limits(model_path).max_model_len),
             what=self.title,
             probe_after=kind.read_kwargs(options.engine_kwargs)["probe_after"],
-        )
-
-    @classmethod
-    def create(cls, options: EngineOptions) -> "ServerEngine":
-        """See `EngineKind.create`."""
-        return cls(
-            options.server_urls,
-            model_path=options.model_path,
-            max_model_len=options.max_model_len,
-            engine_kwargs=options.engine_kwargs,
         )
 
 
@@ -224,6 +215,16 @@ def check_scores(server: str, values: Sequence[float | None], count: int) -> lis
     if len(values) != count:
         raise broken_reply(server, f"{count} ids do not match {len(values)} log-probs")
     return [math.nan if value is None else value for value in values]
+
+
+def check_top(
+    server: str, logprobs: list[float], top: Sequence[Sequence[tuple[int, float]]], top_k: int
+) -> TopScores:
+    """Given ids' log-probs with the likeliest ids in their places. Raises `TransientEngineError`: there are others."""
+    if len(top) != len(logprobs) or any(len(one) != top_k for one in top):
+        raise broken_reply(server, f"it has not {top_k} likeliest ids for each of {len(logprobs)}")
+    ids, values = ([[pair[at] for pair in one] for one in top] for at in range(2))
+    return TopScores(logprobs, ids, values)  # type: ignore[arg-type]
 
 
 def weight_version(value: object) -> int:

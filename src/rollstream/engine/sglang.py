@@ -3,17 +3,23 @@
 Source: https://docs.sglang.io/basic_usage/native_api.html and sampling_params.html.
 """
 
+import contextlib
+import secrets
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import orjson
 
-from rollstream.engine.base import Capabilities
+from rollstream.aio import finish_despite_cancellation
+from rollstream.engine.adapters import ServerAdapters, is_adapter
+from rollstream.engine.base import MOST_TOP, Capabilities, TopScores
+from rollstream.engine.checks import least
 from rollstream.engine.http_server import AWAY_STATUSES, status_error
-from rollstream.engine.kind import EngineKind, EngineOptions
+from rollstream.engine.kind import EngineKind, EngineOptions, of_servers
 from rollstream.engine.load import SGLANG_METRICS, read_metrics, read_sglang_loads
-from rollstream.engine.replica import ReplicaRequest, WeightsLostError
+from rollstream.engine.replica import ReplicaRequest, Weights, WeightsLostError
 from rollstream.engine.servers import (
     SERVER_KWARGS,
     FinishType,
@@ -22,16 +28,20 @@ from rollstream.engine.servers import (
     broken_reply,
     check_sampled,
     check_scores,
+    check_top,
     decode_reply,
     model_names,
     weight_version,
 )
+from rollstream.engine.weight_channel import SentWeights, checkpoint_tensors, find_difference, transfer
 from rollstream.errors import EngineError
 from rollstream.sampling import bias_by_id, schema_text, server_sampling
 from rollstream.trajectory import Completion, SamplingParams
 
 ENGINE_KWARGS = SERVER_KWARGS
-"""Keys of `engine_kwargs` with their defaults."""
+
+_PART_BYTES = 2**30
+"""Of weights that are sent: a server receives a part whole before it loads it."""
 
 _SCORE_TIMEOUT_S = 120.0
 """For log-probs of a few ids: a server may be busy, or compile for a new length."""
@@ -51,6 +61,7 @@ class SGLangReplica(ServerReplica):
         )
         self._loaded = ""
         """Folder of the weights of the last update: a server calls its model by that from then on."""
+        self.adapters = ServerAdapters(self.name, "", self._tell)
         self._vocab_size = self._limits.vocab_size
         self._is_rollstream = False
 
@@ -67,11 +78,14 @@ class SGLangReplica(ServerReplica):
         if not self._loaded or not model_names(self._loaded) & model_names(str(served)):
             # A trainer's weights lie in a folder of theirs; the tokenizer stays where it was.
             self._check_served(served, info.get("served_model_name"), model.get("tokenizer_path"))
-        sizes = [model.get("vocab_size") or info.get("vocab_size"), self._limits.vocab_size]
-        self._vocab_size = min((size for size in sizes if size is not None), default=None)
+        self._vocab_size = least(model.get("vocab_size") or info.get("vocab_size"), self._limits.vocab_size)
         own = info.get("capabilities")  # of `rollstream serve`, whose engines differ
         self._is_rollstream = isinstance(own, dict)
-        own = own if isinstance(own, dict) else {"logprobs": "processed", "scores": True}
+        own = (
+            own
+            if isinstance(own, dict)
+            else {"logprobs": "processed", "scores": True, "score_top_k": MOST_TOP}
+        )
         kind = own.get("logprobs")
         has_tokenizer = not info.get("skip_tokenizer_init")
         return Capabilities(
@@ -93,14 +107,19 @@ class SGLangReplica(ServerReplica):
             if self._is_rollstream
             else server_sampling(has_tokenizer=has_tokenizer),
             scores=bool(own.get("scores")),
+            score_top_k=int(own.get("score_top_k") or 0),
+            adapters=int(info.get("max_loras_per_batch") or 0) if info.get("enable_lora") else 0,
         )
 
     async def generate(self, request: ReplicaRequest) -> Completion:
+        return await self.adapters.answer(request.weights, lambda name: self._ask(request, name))
+
+    async def _ask(self, request: ReplicaRequest, adapter: str | None) -> Completion:
         ids, images = request.prompt_ids, check_images(request.images)
         sent = collapse_images(ids, self._limits.image_token_id, len(images)) if images else ids
         payload = await self._server.post(
             "/generate",
-            request_body(sent, request.sampling, request.rid, images),
+            request_body(sent, request.sampling, request.rid, images, adapter),
             is_healthy=self._health.ask,
             wanted=lambda: not request.aborted,
         )
@@ -115,16 +134,32 @@ class SGLangReplica(ServerReplica):
         )
 
     async def score(self, ids: list[int], start: int = 1) -> list[float]:
-        """See `ScoresIds.score`."""
+        return self._scores_of(await self._score(ids, 0, 0), ids, start)
+
+    async def score_top(self, ids: list[int], start: int, top_k: int) -> TopScores:
+        meta = await self._score(ids, start - 1, top_k)  # the first one has none
+        count = len(ids) - start
+        scores = self._scores_of(meta, ids[start - 1 :], 1)
+        top = [
+            [(entry.token_id, entry.logprob) for entry in place or ()]
+            for place in meta.input_top_logprobs or []
+        ]
+        return check_top(self.name, scores, top[-count:], top_k)
+
+    async def _score(self, ids: list[int], start: int, top_k: int) -> "_InputMeta":
         body = {
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},  # at least one token is sampled
             "return_logprob": True,
-            "logprob_start_len": 0,
+            "logprob_start_len": start,
+            **({"top_logprobs_num": top_k} if top_k else {}),
+            **adapter_param(await self.adapters.name()),
         }
         payload = await self._tell("/generate", body, timeout_s=_SCORE_TIMEOUT_S)
-        entries = decode_reply(self.name, _SCORES, payload).meta_info.input_token_logprobs or []
-        values = [entry.logprob for entry in entries]
+        return decode_reply(self.name, _SCORES, payload).meta_info
+
+    def _scores_of(self, meta: "_InputMeta", ids: list[int], start: int) -> list[float]:
+        values = [entry.logprob for entry in meta.input_token_logprobs or []]
         if len(values) == len(ids) - 1:  # the first id has none
             values = [None, *values]
         return check_scores(self.name, values, len(ids))[start:]
@@ -142,13 +177,15 @@ class SGLangReplica(ServerReplica):
         return await self._server.answers("/readiness") not in (None, *AWAY_STATUSES)
 
     async def update_weights(self, source: str, version: int) -> None:
-        body = {"model_path": source, "weight_version": str(version)}
-        payload = await self._tell("/update_weights_from_disk", body)
-        if b'"success":false' in payload.replace(b" ", b""):
-            raise EngineError(
-                f"{self.name} could not load {source}: {payload[:500].decode(errors='replace')}"
-            )
-        self._loaded = source
+        if is_adapter(source):
+            await self.adapters.update(Weights(source, version))
+            return
+        if isinstance(source, SentWeights):
+            await finish_despite_cancellation(self._receive_weights(source, version))
+        else:
+            where = {"model_path": source, "weight_version": str(version)}
+            await self._tell("/update_weights_from_disk", where)
+            self._loaded = source
         said = (await self._server.ask("/get_model_info")).get("weight_version")
         if weight_version(said) != version:
             # The version of a token is what the server says with it.
@@ -156,6 +193,46 @@ class SGLangReplica(ServerReplica):
                 f"{self.name} has loaded {source}, but says weight version {said!r} and not {version}: "
                 "this SGLang is too old to tell which weights a token is from"
             )
+        await self.adapters.reset()
+
+    async def _receive_weights(self, weights: SentWeights, version: int) -> None:
+        """Sends weights as the field's trainers do; they are compared with the model's folder, if that is here."""
+        listed, folder = weights.listed(), Path(self._model_path or "")
+        if (own := checkpoint_tensors(folder) if self._model_path else {}) and (
+            problem := find_difference(listed, own, tied=self._limits.tied_embeddings)
+        ):
+            raise EngineError(f"{self.name} does not take {weights}: {problem}")
+        info = await self._server.ask("/get_server_info")
+        workers, name = int(info.get("tp_size") or 1), f"rollstream-{secrets.token_hex(4)}"
+        if (info.get("pp_size") or 1) > 1:
+            raise EngineError(f"{self.name}: an SGLang with pipeline stages gives several of them one place")
+        group = {"world_size": workers + 1, "rank_offset": 1, "backend": weights.transport}
+
+        async def meet(address: str, port: int) -> None:
+            where = {"master_address": address, "master_port": port}
+            await self._tell("/init_weights_update_group", {"group_name": name, **group, **where})
+
+        # As torch's `_new_process_group_helper` has it, which SGLang calls.
+        prefixes = (name, f"{name}/", "cpu/" if weights.transport == "gloo" else "cuda/")
+        timeout = self._kwargs["update_timeout"]
+        async with transfer(weights, self.name, workers, meet, timeout=timeout, prefixes=prefixes) as send:
+            try:
+                for names in (parts := weights.parts(_PART_BYTES)):
+                    last = {"weight_version": str(version)} if names is parts[-1] else {}
+                    part = {
+                        "group_name": name,
+                        "names": names,
+                        "dtypes": [listed[each][0] for each in names],
+                        "shapes": [listed[each][1] for each in names],
+                        "flush_cache": bool(last),
+                        **last,
+                    }
+                    await send(names, self._tell("/update_weights_from_distributed", part))
+            except EngineError as error:
+                raise WeightsLostError(f"{error} (until an update goes well)") from error
+            finally:
+                with contextlib.suppress(EngineError):
+                    await self._tell("/destroy_weights_update_group", {"group_name": name})
 
 
 class SGLangEngine(ServerEngine):
@@ -166,7 +243,7 @@ class SGLangEngine(ServerEngine):
 
 KIND = SGLangEngine.kind = SGLangReplica.kind = EngineKind(
     "sglang",
-    SGLangEngine.create,
+    of_servers(SGLangEngine),
     ENGINE_KWARGS,
     launches=("sglang", "rollstream"),
     make_replica=SGLangReplica,
@@ -212,6 +289,7 @@ class _SGLangReply(msgspec.Struct):
 
 class _InputMeta(msgspec.Struct):
     input_token_logprobs: list[_InputLogprob] | None = None
+    input_top_logprobs: list[list[_TokenLogprob] | None] | None = None
 
 
 class _Scored(msgspec.Struct):
@@ -235,7 +313,11 @@ def check_images(images: Sequence[object]) -> list[str]:
 
 
 def request_body(
-    prompt_ids: list[int], sampling: SamplingParams, rid: str, images: Sequence[str] = ()
+    prompt_ids: list[int],
+    sampling: SamplingParams,
+    rid: str,
+    images: Sequence[str] = (),
+    adapter: str | None = None,
 ) -> bytes:
     """The body of a `/generate` request that the server knows by `rid`.
 
@@ -259,10 +341,16 @@ def request_body(
         "sampling_params": params,
         "return_logprob": sampling.logprobs,
         "stream": False,
+        **adapter_param(adapter),
     }
     if images:
         body["image_data"] = images
     return orjson.dumps(body)
+
+
+def adapter_param(adapter: str | None) -> dict[str, str]:
+    """The part of a body that names an adapter, if there is one."""
+    return {} if adapter is None else {"lora_path": adapter}
 
 
 def extra_params(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,10 @@ Source: `vllm/entrypoints/scale_out/token_in_token_out/protocol.py` and
 
 import logging
 import math
+import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,11 +22,12 @@ import msgspec
 import orjson
 
 from rollstream.aio import finish_despite_cancellation
-from rollstream.engine.base import Capabilities
+from rollstream.engine.adapters import ServerAdapters, is_adapter
+from rollstream.engine.base import Capabilities, TopScores
 from rollstream.engine.checks import model_limits
-from rollstream.engine.kind import EngineKind, EngineOptions
-from rollstream.engine.load import VLLM_METRICS, read_metrics
-from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError, WeightsLostError
+from rollstream.engine.kind import EngineKind, EngineOptions, of_servers
+from rollstream.engine.load import ASK_TIMEOUT_S, VLLM_METRICS, read_metrics
+from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError, Weights, WeightsLostError
 from rollstream.engine.servers import (
     ABORT_TIMEOUT_S,
     SERVER_KWARGS,
@@ -35,10 +38,12 @@ from rollstream.engine.servers import (
     card_names,
     check_sampled,
     check_scores,
+    check_top,
     decode_reply,
     model_names,
     weight_version,
 )
+from rollstream.engine.weight_channel import Send, SentWeights, transfer
 from rollstream.errors import EngineError, TransientEngineError
 from rollstream.sampling import bias_by_id, schema_text, server_sampling
 from rollstream.trajectory import Completion, LogprobKind, SamplingParams
@@ -49,7 +54,6 @@ ENGINE_KWARGS: dict[str, Any] = {
     **SERVER_KWARGS,
     "probe_timeout": 120.0,  # seconds for the token sampled at start: a server may compile, or be busy, until then
 }
-"""Keys of `engine_kwargs` with their defaults."""
 
 _ABORT = "/inference/v1/abort_requests"
 """Comes with the generate route. `/abort_requests`, of development servers, aborts everything when it is
@@ -61,6 +65,11 @@ COMPLETIONS: Route = "/v1/completions"
 
 _UNKNOWN_LOGPROB = -9999.0
 """What a server writes for a log-prob that is minus infinity, not a number, or not there."""
+
+_SEND = """weights that are sent need a server with --weight-transfer-config '{"backend": "rollstream"}'"""
+
+_MOST_TOP = 20
+"""vLLM's own `--max-logprobs`; no route says what a server has."""
 
 _PROBE_LOGPROBS = 5
 """Log-probs asked for at start: more than one, and within `--max-logprobs` (20 by default)."""
@@ -78,8 +87,11 @@ class VLLMReplica(ServerReplica):
         """The model's name, and its folder on the server's disk."""
         self._capabilities: Capabilities | None = None
         """What it said last."""
+        self.adapters = ServerAdapters(self.name, "/v1", self._tell)
         self._paused_by_us = False
         """Since an update that failed. Until one goes well nothing can be sampled there."""
+        self._keeps_output_layer = False
+        """A reload from a folder leaves it as it is."""
 
     async def describe(self) -> Capabilities:
         """See `Replica.describe`; while a pause of our own lasts, what the server said before it."""
@@ -90,7 +102,9 @@ class VLLMReplica(ServerReplica):
         elif self._paused_by_us and self._capabilities is not None:
             return self._capabilities
         else:
-            raise ReplicaUnavailableError(f"{self.name} is paused (POST /resume ends that)")
+            raise ReplicaUnavailableError(
+                f"{self.name} is paused (POST /resume ends that; where a trainer was lost in an update, start it again)"
+            )
         try:
             # An abort of no request does nothing, and its route is there where the generate route is.
             # 403 without --enable-scale-out, 404 in older versions.
@@ -104,6 +118,7 @@ class VLLMReplica(ServerReplica):
                 logprobs, stop_strings = own["logprobs"], own["stop_strings"]
         except TransientEngineError as error:
             raise ReplicaUnavailableError(str(error)) from error
+        is_receiver, self._keeps_output_layer = await self._ask_of_weights()
         self._capabilities = Capabilities(
             token_ids=True,
             logprobs=logprobs,
@@ -112,19 +127,28 @@ class VLLMReplica(ServerReplica):
             stop_token_ids=True,
             images=False,
             # Only the generate route says which weights sampled a token.
-            update_weights=self._is_dev and self._route == GENERATE and not await self._keeps_output_layer(),
+            update_weights=self._is_dev
+            and self._route == GENERATE
+            and (is_receiver or not self._keeps_output_layer),
             max_model_len=max_model_len,
             vocab_size=self._limits.vocab_size,
             extra_sampling=server_sampling(has_tokenizer=stop_strings)
             if own is None
             else tuple(own.get("extra_sampling", ())),
             scores=own is None,
+            score_top_k=_MOST_TOP if own is None else 0,
+            adapters=await self._adapters_at_once(),
         )
         return self._capabilities
 
     async def generate(self, request: ReplicaRequest) -> Completion:
+        return await self.adapters.answer(
+            request.weights, lambda name: self._ask(request, name or self._model)
+        )
+
+    async def _ask(self, request: ReplicaRequest, model: str) -> Completion:
         route = self._route  # the one of now: a server that was restarted may have another
-        body = request_body(route, request.prompt_ids, request.sampling, request.rid, self._model)
+        body = request_body(route, request.prompt_ids, request.sampling, request.rid, model)
         try:
             payload = await self._server.post(
                 route, orjson.dumps(body), is_healthy=self._health.ask, wanted=lambda: not request.aborted
@@ -143,14 +167,35 @@ class VLLMReplica(ServerReplica):
             raise ReplicaUnavailableError(f"{error}, and it is not healthy") from error
 
     async def score(self, ids: list[int], start: int = 1) -> list[float]:
-        """See `ScoresIds.score`."""
-        body = request_body(COMPLETIONS, ids, SamplingParams(1), f"score-{secrets.token_hex(4)}", self._model)
+        model = await self.adapters.name() or self._model
+        body = request_body(COMPLETIONS, ids, SamplingParams(1), f"score-{secrets.token_hex(4)}", model)
         body |= {"echo": True, "max_tokens": 0}
         payload = await self._tell(COMPLETIONS, body, timeout_s=self._kwargs["probe_timeout"])
         choices = decode_reply(self.name, _SCORES, payload).choices
         values = choices[0].logprobs.token_logprobs if choices else []
         known = [None if value is None or value <= _UNKNOWN_LOGPROB else value for value in values]
         return check_scores(self.name, known, len(ids))[start:]
+
+    async def score_top(self, ids: list[int], start: int, top_k: int) -> TopScores:
+        model = await self.adapters.name() or self._model
+        body = request_body(
+            COMPLETIONS, ids, SamplingParams(1, logprobs=False), f"score-{secrets.token_hex(4)}", model
+        )
+        body |= {"prompt_logprobs": top_k}
+        payload = await self._tell(COMPLETIONS, body, timeout_s=self._kwargs["probe_timeout"])
+        choices = decode_reply(self.name, _TOP_SCORES, payload).choices
+        places = choices[0].prompt_logprobs if choices else []
+        given = [(place or {}).get(token) for place, token in zip(places, ids, strict=False)]
+        values = [None if one is None else one.logprob for one in given]
+        scores = check_scores(self.name, values, len(ids))[start:]
+        # The given id stands there besides, with its rank.
+        top = [
+            sorted(
+                (one.rank, token, one.logprob) for token, one in (place or {}).items() if one.rank <= top_k
+            )
+            for place in places[start:]
+        ]
+        return check_top(self.name, scores, [[pair[1:] for pair in one[:top_k]] for one in top], top_k)
 
     async def abort(self, rid: str) -> bool:
         if self._abort_path is None:
@@ -167,26 +212,66 @@ class VLLMReplica(ServerReplica):
             return False
 
     async def update_weights(self, source: str, version: int) -> None:
-        """Loads weights from a folder that the server sees. Requests in flight go on with the new ones.
+        """Loads weights from a folder that the server sees, or sends it them; requests in flight go on with those.
 
-        The server is paused meanwhile, and stays paused when it fails: without its old weights and without
+        An adapter is loaded beside what there is, and requests in flight keep theirs. For whole weights the
+        server is paused meanwhile, and stays paused when it fails: without its old weights and without
         the new ones it would die at the next request. Another update may mend it. Cancelling this takes
         effect when the server has loaded, or has not.
         """
         if self._capabilities is None:
             await self.describe()  # weights of ours are nothing for a server of another model
-        await finish_despite_cancellation(self._load_weights(source, version))
+        if isinstance(source, SentWeights):
+            await finish_despite_cancellation(self._receive_weights(source, version))
+        elif is_adapter(source):
+            await finish_despite_cancellation(self.adapters.update(Weights(source, version)))
+            return
+        elif self._keeps_output_layer:
+            raise EngineError(f"{self.name} would keep the output layer that it has: {_SEND}")
+        else:
+            reload = {
+                "method": "reload_weights",
+                "kwargs": {"weights_path": source},
+                "timeout": self._kwargs["update_timeout"],
+            }
+            load = partial(self._tell, "/collective_rpc", reload)
+            await finish_despite_cancellation(self._change_weights(load, version))
+        await self.adapters.reset()
 
-    async def _load_weights(self, source: str, version: int) -> None:
-        reload = {
-            "method": "reload_weights",
-            "kwargs": {"weights_path": source},
-            "timeout": self._kwargs["update_timeout"],
-        }
+    async def _receive_weights(self, weights: SentWeights, version: int) -> None:
+        """Nothing is lost before the server is paused: tensors are compared, and its workers meet this process."""
+        init = "/init_weight_transfer_engine"
+        timeout = self._kwargs["update_timeout"]
+        announced = {"tensors": weights.listed(), "transport": weights.transport, "timeout": timeout}
+        try:
+            await self._tell(init, {"init_info": announced})
+        except TransientEngineError as error:  # it answers 500, whatever it does not like
+            hint = f" ({_SEND})" if re.search("not configured|Invalid init_info", str(error)) else ""
+            raise EngineError(f"{_worker_words(error)} ({weights}){hint}") from error
+        workers = int((await self._server.ask("/get_world_size"))["world_size"])
+
+        async def meet(address: str, port: int) -> None:
+            where = {"address": address, "port": port, "workers": workers}
+            await self._tell(init, {"init_info": announced | where})
+
+        async with transfer(weights, self.name, workers, meet, timeout=timeout) as send:
+            await self._change_weights(partial(self._load_sent, send, weights), version)
+
+    async def _load_sent(self, send: Send, weights: SentWeights) -> None:
+        try:
+            await self._tell("/start_weight_update")
+        except TransientEngineError:  # its trainer of before was lost after it had told this
+            await self._tell("/finish_weight_update")
+            await self._tell("/start_weight_update")
+        names = [*weights.tensors]
+        await send(names, self._tell("/update_weights", {"update_info": {"names": names}}))
+        await self._tell("/finish_weight_update")
+
+    async def _change_weights(self, load: Callable[[], Awaitable[object]], version: int) -> None:
         self._paused_by_us = True  # also when the answer is lost
         await self._tell("/pause?mode=keep")
         try:
-            await self._tell("/collective_rpc", reload)
+            await load()
             # What is running is computed anew: its keys and values are those of the old weights.
             dropped = await self._tell("/reset_prefix_cache?reset_running_requests=true&reset_external=true")
             if b'"success":true' not in dropped.replace(b" ", b""):
@@ -195,7 +280,8 @@ class VLLMReplica(ServerReplica):
             await self._tell("/resume")
             self._paused_by_us = False
         except EngineError as error:
-            raise WeightsLostError(f"{error} (it stays paused until an update goes well)") from error
+            words = _worker_words(error)
+            raise WeightsLostError(f"{words} (it stays paused until an update goes well)") from error
 
     async def _is_paused(self) -> bool:
         """Whether requests wait for somebody to end a pause. Only development servers have pauses."""
@@ -222,26 +308,39 @@ class VLLMReplica(ServerReplica):
         own = chosen.get("capabilities")
         return length, own if isinstance(own, dict) else None
 
-    async def _keeps_output_layer(self) -> bool:
-        """Whether an update would leave the output layer as it is.
+    async def _ask_of_weights(self) -> tuple[bool, bool]:
+        """Whether it can be sent weights, as far as that matters here, and whether a folder leaves its output layer.
 
-        vLLM packs it on a CPU. A reload packs anew what the checkpoint has a tensor for, and of a model with tied
+        vLLM packs that on a CPU. A reload packs anew what the checkpoint has a tensor for, and of a model with tied
         embeddings it has none (`dispatch_cpu_unquantized_gemm`, `finalize_layerwise_processing` of vLLM 0.32).
         """
         # The server's own folder, where it is to be seen from here.
         folder = self._root if self._root and Path(self._root).is_dir() else self._model_path
-        if not model_limits(folder).tied_embeddings:
-            return False
+        if not self._is_dev or not model_limits(folder).tied_embeddings:
+            return False, False
         timeout = self._kwargs["probe_timeout"]  # the server looks through its machine for this
         status, payload = await self._server.get("/server_info?config_format=json", timeout_s=timeout)
-        if status != 200 or b'"device_config":{"device":"cpu"' not in payload.replace(b" ", b""):
-            return False
+        payload = payload.replace(b" ", b"")
+        if status != 200 or b'"device_config":{"device":"cpu"' not in payload:
+            return False, False
+        if b'"weight_transfer_config":{"backend":"rollstream"' in payload:
+            return True, True
         _LOG.warning(
             "%s cannot be given new weights: on a CPU vLLM keeps the old output layer of a model with tied "
-            "embeddings",
+            "embeddings (%s)",
             self.name,
+            _SEND,
         )
-        return True
+        return False, True
+
+    async def _adapters_at_once(self) -> int:
+        """`--max-loras`: a request under one adapter more waits without a word until another one's have ended."""
+        if await self._server.answers("/v1/load_lora_adapter") != 405:  # 404 where the route is not open
+            return 0
+        # Told once a request has been answered, the probe; not with --disable-log-stats.
+        _, page = await self._server.get("/metrics", timeout_s=ASK_TIMEOUT_S)
+        found = re.search(rb'^vllm:lora_requests_info\{.*max_lora="(\d+)"', page, re.MULTILINE)
+        return int(found[1]) if found else 1
 
     async def _probe(self) -> tuple[LogprobKind | Literal["none"], bool]:
         """The distribution of the log-probs, which no route says, and whether stop texts are taken."""
@@ -290,7 +389,7 @@ class VLLMEngine(ServerEngine):
 
 
 KIND = VLLMEngine.kind = VLLMReplica.kind = EngineKind(
-    "vllm", VLLMEngine.create, ENGINE_KWARGS, launches=("vllm",), make_replica=VLLMReplica
+    "vllm", of_servers(VLLMEngine), ENGINE_KWARGS, launches=("vllm",), make_replica=VLLMReplica
 )
 
 
@@ -353,8 +452,30 @@ class _VLLMScored(msgspec.Struct):
     choices: list[_ScoredChoice]
 
 
+class _PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int
+
+
+class _TopChoice(msgspec.Struct):
+    prompt_logprobs: list[dict[int, _PromptLogprob] | None]
+
+
+class _VLLMTopScored(msgspec.Struct):
+    choices: list[_TopChoice]
+
+
 _REPLY = msgspec.json.Decoder(_VLLMReply)
+_TOP_SCORES = msgspec.json.Decoder(_VLLMTopScored)
 _SCORES = msgspec.json.Decoder(_VLLMScored)
+
+
+def _worker_words(error: EngineError) -> str:
+    """An error of the server; where a worker failed, its words alone."""
+    around = (
+        r"Call to collective_rpc method failed: Worker failed with error '(.*?)', please check .*?root cause"
+    )
+    return re.sub(around, r"\1", str(error), flags=re.DOTALL)
 
 
 def server_request_id(route: Route, rid: str) -> str:

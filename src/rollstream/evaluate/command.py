@@ -54,16 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--k", type=int, nargs="+", metavar="K", help="of pass@k and pass^k (default: 1, 2, 4, … and n)"
     )
-    parser.add_argument(
-        "--scores", metavar="NAME", help="rewards of `rollstream score` (default: the run's own)"
-    )
-    parser.add_argument(
-        "--solved-at",
-        type=_finite,
-        default=0.5,
-        metavar="X",
-        help="a reward from here on counts as solved (default: %(default)s)",
-    )
+    add_reading(parser)
     parser.add_argument(
         "--missing-as",
         type=_finite,
@@ -86,6 +77,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --no-worse-than: exit code 1 unless it is shown that at most M was lost",
     )
     parser.add_argument("--format", choices=["text", "md", "json"], default="text")
+
+
+def add_reading(parser: argparse.ArgumentParser) -> None:
+    """The options that say how rewards are read."""
+    parser.add_argument(
+        "--scores", metavar="NAME", help="rewards of `rollstream score` (default: the run's own)"
+    )
+    parser.add_argument(
+        "--solved-at",
+        type=_finite,
+        default=0.5,
+        metavar="X",
+        help="a reward from here on counts as solved (default: %(default)s)",
+    )
 
 
 def _finite(text: str) -> float:

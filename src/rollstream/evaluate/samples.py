@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from rollstream.data.mixed import SOURCE
 from rollstream.errors import ConfigError
 from rollstream.store.columns import RunColumns
 from rollstream.store.manifest import no_run, read_manifest, shard_group
@@ -238,6 +239,23 @@ def labels_of_run(rows: RunColumns, name: str) -> list[str | None]:
                 by_row.setdefault(index, set()).add(label)
     of_failures = [by_row.get(one.index, set()) for one in failures]
     return labels + [next(iter(some)) if len(some) == 1 else None for some in of_failures]
+
+
+def figures_of_sources(rows: RunColumns) -> dict[str, dict[str, float | None]]:
+    """What is done and failed of each of a run's `data.sources`, and its mean reward.
+
+    A rollout that failed counts where others of its prompt row say the source, else under "".
+    """
+    samples = samples_of_run(rows)
+    labels = np.array([label or "" for label in labels_of_run(rows, SOURCE)], object)
+    figures = dict[str, dict[str, float | None]]()
+    for name in sorted({*labels.tolist()}):
+        some = samples.take(labels == name)
+        scored = some.reward[~np.isnan(some.reward)]
+        failed = int(some.failed.sum())
+        mean = float(scored.mean()) if len(scored) else None
+        figures[name] = {"completed": len(some) - failed, "failed": failed, "mean_reward": mean}
+    return figures
 
 
 def _from_extra(rows: RunColumns, chosen: Array, name: str) -> list[Any]:

@@ -7,11 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollstream.errors import ConfigError, RunDirectoryError
+from rollstream.errors import ConfigError, DamageError, RunDirectoryError
 
 if TYPE_CHECKING:
     from rollstream.config.settings import RewardSettings
-    from rollstream.rollout.replay import ScoreReport
+    from rollstream.rollout.stored_pass import ScoreReport
+    from rollstream.store.scores import SidecarKind
 
 EPILOG = """\
 examples:
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
     log_to_stderr(times=False)
     if options.list:
-        return _list(options)
+        return list_passes(options.run_dir, "scores", as_json=options.json)
     scoring = score_run(
         options.run_dir,
         _reward(options),
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         snapshots=options.snapshots,
         processes=options.processes,
         retry_unscored=options.retry_unscored,
-        say=_Progress(),
+        say=Progress("scored"),
     )
     try:
         with ending_on_sigterm():
@@ -127,34 +128,40 @@ def _reward(options: argparse.Namespace) -> "RewardSettings":
         raise ConfigError(f"--kwargs, --timeout or --max-concurrency: {error}") from error
 
 
-def _list(options: argparse.Namespace) -> int:
-    """Says which scores there are."""
+def list_passes(run_dir: Path, kind: "SidecarKind", *, as_json: bool) -> int:
+    """Says which scores or streams there are; returns the exit code."""
     import orjson
 
     from rollstream.store.manifest import read_manifest, require_manifest
-    from rollstream.store.scores import pass_folder, score_names
+    from rollstream.store.scores import pass_folder, sidecar_names
+    from rollstream.store.streams import Stream, stream_names
 
-    require_manifest(options.run_dir)
-    scores: list[dict[str, Any]] = []
-    for name in score_names(options.run_dir):
+    require_manifest(run_dir)
+    found: list[dict[str, Any]] = []
+    by = {"scores": "reward", "streams": "model"}[kind]
+    for name in sidecar_names(run_dir) if kind == "scores" else stream_names(run_dir):
+        made: dict[str, Any] = {}
         try:
-            made = read_manifest(pass_folder(options.run_dir, name))
-        except RunDirectoryError as error:  # the others can be listed
+            if kind == "streams":
+                made = Stream(run_dir, name).made
+            elif (manifest := read_manifest(pass_folder(run_dir, name))) is not None:
+                made = {**manifest.config, "created": manifest.created}
+        except (RunDirectoryError, DamageError) as error:  # the others can be listed
             sys.stderr.write(f"damaged: {error}\n")
-            made = None
-        reward, created = ("unknown", "-") if made is None else (made.config.get("reward"), made.created)
-        scores.append({"name": name, "reward": reward, "created": created})
-        if not options.json:
-            sys.stdout.write(f"{name:<24} {reward}, {created}\n")
-    if options.json:
-        sys.stdout.write(orjson.dumps(scores, option=orjson.OPT_INDENT_2).decode() + "\n")
+        maker, created = made.get(by, "unknown"), made.get("created", "-")
+        found.append({"name": name, by: maker, "created": created})
+        if not as_json:
+            sys.stdout.write(f"{name:<24} {maker}, {created}\n")
+    if as_json:
+        sys.stdout.write(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() + "\n")
     return 0
 
 
-class _Progress:
+class Progress:
     """A line now and then."""
 
-    def __init__(self) -> None:
+    def __init__(self, done: str) -> None:
+        self._done = done
         self._began = self._said = time.monotonic()
         self._first: int | None = None
 
@@ -164,7 +171,7 @@ class _Progress:
         if now - self._said >= _EVERY_S:
             self._said = now
             rate = (done - self._first) / (now - self._began)
-            sys.stderr.write(f"{done}/{total} scored, {failed} failed, {rate:.0f}/s\n")
+            sys.stderr.write(f"{done}/{total} {self._done}, {failed} failed, {rate:.0f}/s\n")
 
 
 def _summary(report: "ScoreReport") -> str:

@@ -140,6 +140,7 @@ class RecordedAgent(AgentLoop):
     """
 
     brings_images = True
+    cannot_continue = "its program begins every conversation itself"
     printed = ""
     """The output of an agent that gave no answer, for the message."""
 
@@ -170,7 +171,9 @@ class RecordedAgent(AgentLoop):
             limits=SessionLimits(calls=self.settings.max_calls, bytes=self.settings.max_bytes),
             engine_wait=_ENGINE_WAIT_S,
         )
-        started = time.monotonic()
+        if self.turns is not None:
+            self.metrics.generate_s = self.turns.earlier.generate_s
+        started = time.monotonic() - self.metrics.generate_s
         reader, images = self.resources.images, row.get("images")
         urls = [image.sent for image in await reader.read(images)] if reader is not None and images else []
         try:

@@ -81,6 +81,8 @@ class _Programs(Shared):
 class CommandAgent(RecordedAgent):
     """Runs `gateway.command` once for each rollout, in a folder of its own."""
 
+    resumable = True
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if self.shared is None:

@@ -63,6 +63,8 @@ class FunctionAgent(RecordedAgent):
     then the run's reward function scores the last answer.
     """
 
+    resumable = True
+
     @classmethod
     def deciding_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
         function = _load(read_options(options))

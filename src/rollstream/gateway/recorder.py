@@ -16,6 +16,7 @@ import orjson
 from rollstream.agent.base import AgentLoop, turn_seed
 from rollstream.agent.chat_answer import identified
 from rollstream.agent.images import shows_images
+from rollstream.agent.turns import asked_digest
 from rollstream.aio import Backoff
 from rollstream.chat.images import image_part, load_image
 from rollstream.chat.wires.openai_chat import assistant_message
@@ -191,7 +192,12 @@ class Recorder:
                 place = ask.number - 1 if is_first else int.from_bytes(ask.path[:6], "little")
                 sampling = replace(sampling, seed=turn_seed(sampling.seed, place))
             in_thinking = self.loop.resources.template.in_thinking(context)
-            completion = await self._generate(context, sampling, ask, gone)
+            asked, kept = b"", None
+            if (turns := self.loop.turns) is not None:
+                images = self._templates.images_of(ask.messages) if self.takes_images else []
+                asked = asked_digest(context, sampling, images)
+                kept = turns.take(asked)
+            completion = kept or await self._generate(context, sampling, ask, gone)
             message, stop = self._read(completion, ask, call, in_thinking=in_thinking)
             if gone():
                 raise asyncio.CancelledError  # as the server is about to cancel it
@@ -200,6 +206,8 @@ class Recorder:
             raise
         name = call.name or f"chatcmpl-{uuid.uuid4().hex}"
         turn = self.session.answer(ask, name, message, completion, stop=stop)
+        if kept is None:
+            self.loop.keep_turn(asked, completion)
         self.tokens += len(completion.token_ids)
         self._note(call)
         return turn, context

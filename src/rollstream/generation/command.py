@@ -137,10 +137,10 @@ def summarise(result: GenerationResult) -> str:
         lines.append(f"tools: {result.tool_calls} calls, {result.tool_errors} of them failed")
     again = f"rollstream score {where} --reward FILE"
     if without_rule := result.unscored - result.reward_failed:
-        why = ", ".join(map(repr, list(result.unscored_sources)[:5])) or "what their rows say"
-        lines.append(
-            f"{without_rule} of {result.completed} rollouts are not scored: no reward for {why}; to score them: {again}"
-        )
+        names = ", ".join(map(repr, list(result.unscored_sources)[:5]))
+        # A function leaves one without an error only where it sees whole groups.
+        why = f"no reward for {names}; to score them" if names else "a run's end scores whole groups; or"
+        lines.append(f"{without_rule} of {result.completed} rollouts are not scored: {why}: {again}")
     if result.reward_failed:
         lines.append(f"the reward failed on {result.reward_failed} rollouts; once it is mended: {again}")
     if result.equal_rewards is not None:
@@ -196,6 +196,14 @@ async def _dry_run(config: DictConfig, out: TextIO, *, as_json: bool) -> None:
         "launch": launched,
         "identity": plan.manifest.identity,
     }
+    if (
+        (stored := row.stored_prompt) is not None
+        and setup.prompts is not None
+        and setup.tokenizer is not None
+    ):
+        ids = setup.prompts.stored(stored, row.messages, setup.prompts.tools if tools is None else tools)
+        text = setup.tokenizer.decode(ids, skip_special_tokens=False)
+        report |= {"first_prompt_tokens": len(ids), "first_prompt_text": text}
     out.write(_json(report) if as_json else _dry_run_text(report))
     out.flush()
     adopted, nothing_done = check_run_directory(plan, manifest)

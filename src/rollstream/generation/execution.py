@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 from omegaconf import DictConfig, OmegaConf
 
 from rollstream.config.load import compose, to_settings
+from rollstream.config.settings import Settings
 from rollstream.engine.base import Engine, HasReplicas
 from rollstream.engine.launch.engine import LaunchedEngine
 from rollstream.engine.launch.plan import OWN_KEYS, replica_resources
@@ -27,6 +28,7 @@ from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit,
 from rollstream.rollout.worker_host import BuiltWorker, LocalBackend, WorkerRecipe
 from rollstream.stop_signals import StopSignals
 from rollstream.store.records import EncodedRollout
+from rollstream.store.turns import TurnStore
 from rollstream.trajectory import Failure, LogprobKind, Rollout
 
 logger = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ class Start:
     stack: AsyncExitStack
     """Releases everything, also after an error."""
     on_durable: Callable[[Rollout | EncodedRollout | Failure], None]
+    turns: TurnStore | None = None
+    """Keeps finished turns, where that is asked for."""
 
     async def start_engine(self, engine: Engine) -> None:
         """Starts it beside the reward, and checks that it can do what is asked for; `stack` closes it."""
@@ -92,6 +96,7 @@ class Start:
             adaptive=generation.adaptive_in_flight,
             engine=engine,
             urls=urls,
+            turns=self.turns,
             on_durable=self.on_durable,
         )
         self.stack.push_async_callback(executor.close)
@@ -159,21 +164,26 @@ class SetupRecipe:
     """Of the run; its engine's log goes below it where the worker's machine has that folder."""
     follows: bool
     """Whether the URLs may change."""
+    wrap: Callable[[RolloutSetup, Engine], Engine] = RolloutSetup.interruptible
+    """Makes of the engine what rollouts use."""
+    make: Callable[[RolloutSetup, Engine, list[str]], BuiltWorker] = RolloutSetup.make_worker
 
     async def build(self, number: int) -> BuiltWorker:
         """See `WorkerRecipe`."""
         config = OmegaConf.create(self.config_yaml)
         assert isinstance(config, DictConfig)
         settings = to_settings(config)
-        setup = await build_setup(settings, await load_agents(settings), shows_images=self.shows_images)
+        setup = await build_setup(
+            settings, await load_agents(settings), shows_images=self.shows_images, groups=True
+        )
         async with AsyncExitStack() as stack:
             stack.push_async_callback(setup.close)
             plain = setup.create_plain_engine(worker_log_dir(self.log_dir, number))
-            engine = setup.interruptible(plain)
+            engine = self.wrap(setup, plain)
             stack.push_async_callback(engine.close)
             await setup.start_engine(engine, self.data_sources)
             return replace(
-                setup.make_worker(engine, list(self.loop_names)),
+                self.make(setup, engine, list(self.loop_names)),
                 close=stack.pop_all().aclose,
                 engine=engine if engine_kind(settings.actor_rollout_ref.rollout.name).is_embedded else None,
                 follow=follower(setup, plain) if self.follows else None,
@@ -214,25 +224,40 @@ async def start_in_workers(
         if isinstance(engine, LaunchedEngine):
             launched = engine
             urls = lambda: launched.replicas  # noqa: E731
-    workers = settings.generation.processes
+    if settings.generation.executor != "local" and not on_ray:
+        await join_cluster(start)  # after the engine: what is wrong with that shows sooner
+    backend, workers = worker_backend(settings, plan.config, engine, make_recipe, urls)
+    return await start.start_executor(backend, engine, workers=workers, urls=urls)
+
+
+def worker_backend(
+    settings: Settings,
+    config: DictConfig,
+    engine: Engine | None,
+    make_recipe: Callable[..., WorkerRecipe],
+    urls: Callable[[], Sequence[str]] | None,
+) -> tuple[WorkerBackend, int]:
+    """Makes workers as processes here, or as actors on the cluster that was joined; and says how many.
+
+    For `make_recipe` see `start_in_workers`; `urls` gives those of the started engine's servers, where these change.
+    """
+    rollout, workers = settings.actor_rollout_ref.rollout, settings.generation.processes
 
     def next_recipe() -> WorkerRecipe:  # servers may be others by the time that a worker is replaced
-        config_yaml = worker_config(plan.config, workers, urls)
+        config_yaml = worker_config(config, workers, urls)
         return make_recipe(config_yaml=config_yaml, follows=urls is not None)
 
-    backend: WorkerBackend = ProcessBackend(next_recipe)
-    if settings.generation.executor != "local":
-        if not on_ray:  # after the engine: what is wrong with that shows sooner
-            await join_cluster(start)
-        claimed = 0.0  # CPUs that replicas hold
-        if isinstance(engine, LaunchedEngine) and on_ray:
-            claimed = len(engine.supervisors) * replica_resources(settings.ray_kwargs.replica).get("CPU", 0.0)
-        workers = rollout.agent.num_workers or default_workers(claimed)
-        options = dict(settings.ray_kwargs.worker)
-        if urls is not None and not on_ray:
-            options = {"scheduling_strategy": here(), **options}  # launched servers listen on this machine
-        backend = RayBackend(next_recipe, options)
-    return await start.start_executor(backend, engine, workers=workers, urls=urls)
+    if settings.generation.executor == "local":
+        return ProcessBackend(next_recipe), workers
+    is_launched = isinstance(engine, LaunchedEngine)
+    claimed = 0.0  # CPUs that replicas hold
+    if isinstance(engine, LaunchedEngine) and launches_on_ray(settings):
+        claimed = len(engine.supervisors) * replica_resources(settings.ray_kwargs.replica).get("CPU", 0.0)
+    workers = rollout.agent.num_workers or default_workers(claimed)
+    options = dict(settings.ray_kwargs.worker)
+    if is_launched and not launches_on_ray(settings):
+        options = {"scheduling_strategy": here(), **options}  # launched servers listen on this machine
+    return RayBackend(next_recipe, options), workers
 
 
 def worker_config(config: DictConfig, workers: int, urls: Callable[[], Sequence[str]] | None) -> str:
@@ -271,7 +296,7 @@ def follower(setup: RolloutSetup, engine: Engine) -> Callable[[Sequence[str]], A
     )
 
     async def follow(urls: Sequence[str]) -> None:
-        """Takes in servers that have come and leaves out those that have gone, all but the last one."""
+        """Takes in servers that have come and leaves out those that have gone."""
         for url in urls:
             if url not in pool.replicas:
                 replica = make(url)
@@ -281,7 +306,7 @@ def follower(setup: RolloutSetup, engine: Engine) -> Callable[[Sequence[str]], A
                     logger.warning("cannot take in %s: %s", url, error)
                     await replica.close()
         for url in pool.replicas:
-            if url not in urls and len(pool.replicas) > 1:
+            if url not in urls:
                 await pool.remove_replica(url)
 
     return follow

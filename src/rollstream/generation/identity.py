@@ -9,6 +9,8 @@ import msgspec
 import orjson
 
 from rollstream.config.settings import Settings
+from rollstream.data.mixed import read_sources
+from rollstream.engine.checks import model_digest
 from rollstream.engine.registry import data_deciding_kwargs, is_launched
 from rollstream.errors import IdentityMismatchError
 from rollstream.rollout.setup import RolloutSetup
@@ -37,17 +39,6 @@ _TURN_SETTINGS = (
     *("max_assistant_turns", "max_user_turns", "format", "show_tools"),
     *("max_tool_response_length", "tool_response_truncate_side"),
 )
-
-_MODEL_PATTERNS = (
-    *("*.safetensors", "*.bin", "*.gguf"),
-    *("config.json", "generation_config.json", "openvino_model.xml"),
-)
-
-_WHOLE_FILE_BYTES = 64 << 20
-"""Files up to this size are hashed whole; of larger ones, samples: other weights differ nearly everywhere."""
-
-_SAMPLE_BYTES = 1 << 20
-_SAMPLES = 16
 
 
 def build_identity(
@@ -89,6 +80,9 @@ def build_identity(
         f"{DATASET_IDENTITY}.shuffle": data.shuffle,
         f"{DATASET_IDENTITY}.seed": data.seed if data.shuffle else None,
     }
+    if data.sources:
+        weights = [[one.name, one.weight] for one in read_sources(data.sources)]
+        identity[f"{DATASET_IDENTITY}.sources"] = weights
     if data.ground_truth_key is not None:
         identity["data.ground_truth_key"] = data.ground_truth_key
     identity |= {**agents, **launch_identity(settings)}
@@ -105,28 +99,6 @@ def build_identity(
 
 def _json_digest(value: list[Any]) -> str:
     return hashlib.blake2b(orjson.dumps(value, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
-
-
-def model_digest(path: str) -> str:
-    """Names a model's weights and configuration by content; a hub name stands for itself."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        return path
-    digest = hashlib.blake2b(digest_size=16)
-    for file in sorted(
-        {file for pattern in _MODEL_PATTERNS for file in folder.glob(pattern) if file.is_file()}
-    ):
-        size = file.stat().st_size
-        digest.update(f"{file.name}:{size};".encode())
-        with file.open("rb") as stream:
-            if size <= _WHOLE_FILE_BYTES:
-                while chunk := stream.read(1 << 20):
-                    digest.update(chunk)
-                continue
-            for sample in range(_SAMPLES + 1):
-                stream.seek((size - _SAMPLE_BYTES) * sample // _SAMPLES)
-                digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def launch_identity(settings: Settings) -> dict[str, Any]:

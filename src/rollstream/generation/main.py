@@ -20,8 +20,9 @@ from rollstream.demo import MODEL_PATH
 
 EPILOG = """\
 examples:
-  rollstream generate --model MODEL --prompts prompts.parquet -n 4 --reward reward.py \\
-      --output outputs/run1 actor_rollout_ref.rollout.temperature=0.8
+  rollstream generate --model MODEL --prompts prompts.parquet -n 4 --reward reward.py --temperature 0.8 \\
+      --output outputs/run1
+  rollstream generate --model MODEL --engine vllm --server http://127.0.0.1:8000 --prompts prompts.parquet
   rollstream generate --config outputs/run1/config.yaml          the same run again: it resumes
   rollstream generate --config outputs/run1/config.yaml --dry-run
 
@@ -33,8 +34,37 @@ cannot be used; 129/130/143 stopped by a signal: the same command continues.
 
 
 _SHORT: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
-    ("--model", "actor_rollout_ref.model.path", "folder or hub name of the model", {}),
+    (
+        "--model",
+        "actor_rollout_ref.model.path",
+        "folder or hub name of the model; demo: the one that comes with rollstream",
+        {},
+    ),
     ("--prompts", "data.train_files", "a file of prompts; may stand several times", {"action": "append"}),
+    (
+        "--server",
+        "actor_rollout_ref.rollout.server_urls",
+        "URL of a server that runs; may stand several times",
+        {"action": "append", "metavar": "URL"},
+    ),
+    (
+        "--engine",
+        "actor_rollout_ref.rollout.name",
+        "openvino, hf, sglang, vllm, openai; default: finds out",
+        {"metavar": "NAME"},
+    ),
+    (
+        "--temperature",
+        "actor_rollout_ref.rollout.temperature",
+        "of sampling; default 1",
+        {"type": float, "metavar": "T"},
+    ),
+    (
+        "--max-tokens",
+        "actor_rollout_ref.rollout.response_length",
+        "tokens of a response at most; default 512",
+        {"type": int, "metavar": "N"},
+    ),
     ("-n", "actor_rollout_ref.rollout.n", "rollouts per prompt", {"type": int, "metavar": "N"}),
     ("--reward", "custom_reward_function.path", "a Python file with compute_score", {"metavar": "FILE"}),
     (

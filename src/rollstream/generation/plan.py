@@ -2,10 +2,11 @@
 
 import importlib.metadata
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +28,7 @@ from rollstream.data.prompts import (
     load_prompts,
 )
 from rollstream.data.sources import RowSource
+from rollstream.data.stored import STORED_RUN, pinned
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.engine.base import Engine
 from rollstream.engine.ray_package import import_ray
@@ -166,8 +168,12 @@ class GenerationPlan:
             row = self.dataset.row(index)
             if row.images:
                 return  # reading images takes its time; what is wrong with them shows in each rollout
+            tools = self.prompt_tools(row)
             try:
-                prompts.render(row.messages, prompt_key=row.prompt_key, tools=self.prompt_tools(row))
+                if (stored := row.stored_prompt) is not None:
+                    prompts.stored(stored, row.messages, prompts.tools if tools is None else tools)
+                else:
+                    prompts.render(row.messages, prompt_key=row.prompt_key, tools=tools)
             except DataError as error:
                 errors.append(f"{self.dataset.location(index)}: {error}")
             else:
@@ -221,6 +227,8 @@ async def make_plan(
     run_dir_manifest: Manifest | None = None,
     say: Say = lambda what: None,
     given: InMemory = InMemory(),
+    *,
+    groups: bool = True,
 ) -> GenerationPlan:
     """Resolves tasks, data, tokenizer, reward and identity; slow parts run off the event loop.
 
@@ -229,6 +237,7 @@ async def make_plan(
         run_dir_manifest: of the run directory, if there is one: spares reading unchanged data files.
         say: is told what takes its time.
         given: prompts and reward that are in no file.
+        groups: see `build_setup`.
 
     Raises:
         ConfigError: the configuration cannot work.
@@ -242,7 +251,8 @@ async def make_plan(
     say("looking whether trackers can work")
     upload = bool(settings.generation.upload_artifact)
     await in_daemon_thread(partial(check_trackers, settings.trainer.logger, upload=upload))
-    config = await in_daemon_thread(resolve, config, say)
+    before = {} if run_dir_manifest is None else run_dir_manifest.config
+    config = await in_daemon_thread(resolve, config, say, before)
     if (elsewhere := executor_elsewhere(settings)) is not None:
         return await elsewhere.plan(config)
     say("loading tools and agent loops")
@@ -262,19 +272,45 @@ async def make_plan(
     reward, how = None, settings.custom_reward_function
     if given.reward is not None:
         reward = reward_of_function(given.reward, how.reward_kwargs, how.timeout, how.max_concurrency)
-    setup = await build_setup(settings, agents, shows_images=dataset.has_images(), reward=reward)
+    setup = await build_setup(
+        settings, agents, shows_images=dataset.has_images(), reward=reward, groups=groups
+    )
     return await in_daemon_thread(_make_plan, config, setup, dataset, say)
 
 
-def resolve(config: DictConfig, say: Say = lambda what: None) -> DictConfig:
-    """A copy of a configuration without interpolations, and with the files that its tasks make."""
+def resolve(
+    config: DictConfig, say: Say = lambda what: None, before: Mapping[str, Any] = MappingProxyType({})
+) -> DictConfig:
+    """A copy of a configuration without interpolations, with the files that its tasks make, and stored rows pinned.
+
+    Args:
+        config: the configuration.
+        say: see `make_plan`.
+        before: that of an earlier start.
+    """
     resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True))
     assert isinstance(resolved, DictConfig)
     if resolved.train_tasks:
         say("making the tasks' rows")
     resolve_tasks_into_config(resolved)
+    known = [name for names in _named_files(before).values() for name in names]
+    for place, names in _named_files(resolved).items():
+        if any(name.startswith(STORED_RUN) for name in names):
+            say("reading stored runs")
+            OmegaConf.update(resolved, place, [pinned(name, known) for name in names])
     _check_exports(to_settings(resolved))
     return resolved
+
+
+def _named_files(config: Mapping[str, Any] | DictConfig) -> dict[str, list[str]]:
+    """The files of prompt rows that a configuration names, by the key that does."""
+    data = config.get("data") or {}
+    given = {"data.train_files": data.get("train_files")}
+    given |= {
+        f"data.sources[{at}].train_files": one.get("train_files")
+        for at, one in enumerate(data.get("sources") or ())
+    }
+    return {key: [names] if isinstance(names, str) else list(names or ()) for key, names in given.items()}
 
 
 def _check_exports(settings: Settings) -> None:
@@ -302,7 +338,16 @@ def _make_plan(config: DictConfig, setup: RolloutSetup, dataset: PromptDataset, 
     loop_names = _loop_names(settings, dataset)
     if (settings.gateway.command or settings.gateway.function) and {*loop_names} <= _NOT_RECORDED:
         logger.warning(
-            "gateway.command and gateway.function are not used: the agent loop is %s", ", ".join(loop_names)
+            "gateway.command and gateway.function are not used: the agent loop is %s; set actor_rollout_ref.rollout."
+            "agent.default_agent_loop=command_agent (of a command) or function_agent",
+            ", ".join(loop_names),
+        )
+    if loop_names == ["single_turn_agent"] and (
+        rollout.multi_turn.tool_config_path or rollout.multi_turn.function_tool_path
+    ):
+        logger.warning(
+            "the tools are not used: the agent loop is single_turn_agent; set actor_rollout_ref.rollout."
+            "agent.default_agent_loop=tool_agent"
         )
     if runs_in_workers(settings) and isinstance(setup.reward, RuleReward):
         for source in dataset.data_sources():
@@ -336,9 +381,7 @@ def _make_plan(config: DictConfig, setup: RolloutSetup, dataset: PromptDataset, 
         fingerprint=dataset.fingerprint,
         rows=len(dataset),
     )
-    shown = [agents.prompt_tools(name, show_tools=show_tools) or [] for name in loop_names]
-    schemas = [*setup.shown_tools, *(schema for each in shown for schema in each)]
-    tools = {schema_digest(schema): orjson.loads(schema_json(schema)) for schema in schemas}
+    tools = tool_schemas(setup, loop_names)
     return GenerationPlan(
         setup, config, dataset, manifest_for(config, setup, dataset, identity, tools=tools), overlong
     )
@@ -346,6 +389,14 @@ def _make_plan(config: DictConfig, setup: RolloutSetup, dataset: PromptDataset, 
 
 def _loop_names(settings: Settings, dataset: PromptDataset) -> list[str]:
     return sorted({settings.actor_rollout_ref.rollout.agent.default_agent_loop, *dataset.agent_names()})
+
+
+def tool_schemas(setup: RolloutSetup, loop_names: Iterable[str]) -> dict[str, Any]:
+    """The schemas of the tools that prompts of these agent loops may show, by digest."""
+    show_tools = setup.settings.actor_rollout_ref.rollout.multi_turn.show_tools
+    shown = [setup.agents.prompt_tools(name, show_tools=show_tools) or [] for name in loop_names]
+    schemas = [*setup.shown_tools, *(schema for each in shown for schema in each)]
+    return {schema_digest(schema): orjson.loads(schema_json(schema)) for schema in schemas}
 
 
 def manifest_for(
@@ -456,6 +507,10 @@ def check_executor(settings: Settings) -> None:
     if generation.executor == "ray" or launches_on_ray(settings):
         import_ray()
     if (elsewhere := executor_elsewhere(settings)) is not None:
+        if generation.keep_turns:
+            raise ConfigError(
+                f"generation.keep_turns: generation.executor={generation.executor} keeps no turns"
+            )
         elsewhere.check_installed()
 
 

@@ -32,8 +32,9 @@ from rollstream.generation.trackers import Reporter, TrackedRun, load_trackers, 
 from rollstream.generation.upload import upload_trajectories
 from rollstream.reward.base import FunctionReward
 from rollstream.rollout.executor import Executor, FailureStreak, WindowCounters
-from rollstream.rollout.replay import ScoreReport, score_run
+from rollstream.rollout.replay import score_run
 from rollstream.rollout.setup import in_flight_limit
+from rollstream.rollout.stored_pass import ScoreReport
 from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.export.format import file_name
 from rollstream.store.export.run import write_export
@@ -44,6 +45,7 @@ from rollstream.store.records import EncodedRollout, RecordCodec
 from rollstream.store.run import Run
 from rollstream.store.run_dir import RunDirectory, extend_run, lock_run, open_run
 from rollstream.store.summary import FailureCause, write_checkpoint
+from rollstream.store.turns import TurnPlaces, remove_turns
 from rollstream.store.writer import StoreWriter
 from rollstream.trajectory import Failure, Rollout
 from rollstream.user_calls import in_daemon_thread
@@ -176,6 +178,8 @@ async def _rescore(plan: GenerationPlan, waits: Waits) -> ScoreReport | None:
     manifest = read_manifest(root)
     if manifest is None or not plan.settings.generation.rescore or manifest.reward == plan.manifest.reward:
         return None
+    if plan.setup.group_reward is not None:
+        return None  # groups are scored when they are whole
     _, nothing_done = await in_daemon_thread(check_run_directory, plan, manifest)
     if nothing_done:
         return None
@@ -220,6 +224,8 @@ def _adopt(root: Path, plan: GenerationPlan, report: ScoreReport | None) -> None
     if manifest is None or adopted is None:
         return
     paths = RunPaths(root)
+    if nothing_done:
+        remove_turns(paths, TurnPlaces())  # which the new settings would not have made
     if nothing_done and paths.failures.is_dir():
         aside = paths.logs / f"failed-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         paths.failures.rename(aside)
@@ -229,9 +235,10 @@ def _adopt(root: Path, plan: GenerationPlan, report: ScoreReport | None) -> None
         )
     elif not nothing_done and manifest.reward != adopted.reward:
         done, scored = Run(root, manifest).state().keys.done, report.rollouts if report else 0
-        if report is None or scored < done:
+        if plan.setup.group_reward is None and (report is None or scored < done):
             raise RunDirectoryError(f"{root}: of {done} finished rollouts only {scored} could be scored anew")
-        adopted = msgspec.structs.replace(adopted, scores=report.name)
+        if report is not None:
+            adopted = msgspec.structs.replace(adopted, scores=report.name)
     write_file_durably(root / "config.yaml", plan.config_yaml.encode())
     write_manifest(root, adopted)
 
@@ -320,6 +327,9 @@ class _OpenRun:
             plan.settings.actor_rollout_ref.rollout.name,
             self.directory.paths.root / "config.yaml",
         )
+        for name in plan.loop_names if self._settings.keep_turns else ():
+            if not plan.setup.agents.loops.entry(name).loop.says_resumable():
+                logger.warning("generation.keep_turns: agent loop %s keeps no turns", name)
         self._write_checkpoint()
         self._writer.start()
         generated, shown = False, AsyncExitStack()  # the progress line stays until everything is sealed
@@ -341,6 +351,13 @@ class _OpenRun:
         plan, run, state, stop = self.plan, self.directory, self.directory.state, self.stop
         artifact_rows, not_exported, uploaded = 0, None, None
         complete = stop.signal is None and self._gave_up is None and bool(state.rows)
+        if complete and plan.setup.group_reward is not None:
+            try:
+                await stop.unless_stopped(self._score_groups())
+                state = run.state
+            except StoppedEarly:
+                complete = False
+                logger.info("stopped while groups were scored; the same command goes on")
         if complete and self._settings.final_merge:
             try:
                 self.waits.begin("merging")
@@ -393,6 +410,23 @@ class _OpenRun:
             gave_up=self._gave_up,
         )
 
+    async def _score_groups(self) -> None:
+        """Has a reward that sees groups score what is stored, durably: a pass, as of `rollstream score`."""
+        self.waits.begin("scoring groups")
+        settings, reward = self.plan.settings.custom_reward_function, self.plan.setup.group_reward
+        in_memory = None
+        if settings.path is None and isinstance(reward, FunctionReward):
+            in_memory = reward.reopened()  # the generation has closed it
+        try:
+            report = await score_run(self.directory.paths.root, settings, in_memory=in_memory)
+        finally:
+            if in_memory is not None:
+                in_memory.close()
+        await in_daemon_thread(self.directory.take_scores, report.name)
+        self._write_checkpoint()
+        for cause, count in report.causes.items():
+            logger.warning("%d rollouts could not be scored: %s", count, cause)
+
     async def end_reports(self) -> None:
         """Lets trackers write what is left."""
         self.waits.begin("waiting for trackers to take the last reports (Ctrl-C shortens that)")
@@ -420,10 +454,11 @@ class _OpenRun:
 
         plan, settings, directory, writer = self.plan, self._settings, self.directory, self._writer
         keys, order = directory.state.keys, plan.dataset.order
+        turns = writer if settings.keep_turns else None
         async with AsyncExitStack() as stack:
             self.waits.begin("starting the engine, and the workers")
             execution = await start_execution(
-                Start(plan, self, directory.paths.logs, self.stop, stack, self._count)
+                Start(plan, self, directory.paths.logs, self.stop, stack, self._count, turns)
             )
             self.waits.begin(None)
             if plan.setup.sampling.logprobs:

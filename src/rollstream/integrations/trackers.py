@@ -309,6 +309,9 @@ class WandbTracker(PackageTracker):
         import wandb
 
         active = wandb.run or self._run
+        if active is None and (os.environ.get("WANDB_MODE") or wandb.setup().settings.mode) == "offline":
+            # Offline a run's folder is named by the second: one that has just ended must not be written over.
+            time.sleep(1.0 - time.time() % 1.0)
         target = active or self._init(run, job_type="upload")
         try:
             about = {"run_id": run.run_id, "name": run.name}

@@ -1,15 +1,19 @@
 """The contract of rewards, and rewards that are a function of the user's."""
 
+import copy
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from rollstream.errors import RewardError, TransientError
 from rollstream.surrogates import replace_in_text
-from rollstream.trajectory import Message, PromptRow, Trajectory
+from rollstream.trajectory import REWARD_STREAMS, Message, PromptRow, Trajectory, sampled_stretches
 from rollstream.user_calls import CallsRefusedError, UserCalls
+
+T = TypeVar("T")
 
 ComputeScore = Callable[..., Any]
 """verl's `compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`."""
@@ -58,7 +62,9 @@ class FunctionReward:
 
     Args:
         function: Any callable that takes `data_source`, `solution_str`, `ground_truth` and `extra_info` as
-            keyword arguments, sync or async; returns a number or a dict with `score`.
+            keyword arguments, sync or async; returns a number or a dict with `score`. One that has a parameter
+            `trajectory` is given the `Trajectory`, too: a copy; None where only the answer is known. One with
+            `solution_strs` takes the plurals of all these, and returns a list.
         label: What messages call it.
         source_digest: See `RewardFunction`.
         reward_kwargs: Further keyword arguments.
@@ -78,15 +84,66 @@ class FunctionReward:
     ) -> None:
         self.label = label
         self.source_digest = source_digest
+        self.sees_group = has_parameter(function, ANSWERS)
+        """Whether it scores all rollouts of a prompt together, by `score_group`; `score` then has no reward."""
+        self.takes_trajectory = has_parameter(function, SCORED, f"{SCORED[:-1]}ies")
         self._function = functools.partial(function, **(reward_kwargs or {}))
         self._timeout = timeout
+        self._limit = max_concurrency
         self._calls = UserCalls("reward", limit=max_concurrency, own_loop=True)
 
+    def reopened(self) -> "FunctionReward":
+        """The same reward, after a `close`."""
+        again = copy.copy(self)
+        again._calls = UserCalls("reward", limit=self._limit, own_loop=True)
+        return again
+
     async def score(self, row: PromptRow, solution_str: str) -> Score:
-        return await call_score(self._calls, self._function, self.label, self._timeout, row, solution_str)
+        if self.sees_group:
+            return Score(None, {})
+        function: ComputeScore = self._function
+        if self.takes_trajectory:
+            function = functools.partial(function, trajectory=copy.deepcopy(row.columns.get(SCORED)))
+        return await call_score(self._calls, function, self.label, self._timeout, row, solution_str)
+
+    async def score_group(self, rows: Sequence[PromptRow], answers: Sequence[str]) -> list[Score]:
+        """Scores the answers of all rollouts of a prompt, `rows` as `score` has one. Raises `RewardError`."""
+        given: dict[str, list[Any]] = {
+            "data_sources": [row.data_source for row in rows],
+            ANSWERS: [*answers],
+            "ground_truths": [row.ground_truth for row in rows],
+            "extra_infos": [dict(row.extra_info) for row in rows],
+        }
+        if self.takes_trajectory:
+            given["trajectories"] = [copy.deepcopy(row.columns.get(SCORED)) for row in rows]
+
+        def read(returned: Any) -> list[Score]:
+            found = returned.tolist() if hasattr(returned, "tolist") else returned  # numpy and torch
+            if not isinstance(found, list | tuple) or len(found) != len(rows):
+                raise RewardError(f"returned {_shown(returned)}, want a list of {len(rows)} scores")
+            return [*map(read_score, found)]
+
+        call = functools.partial(self._function, **given)
+        return await _call(self._calls, call, self.label, self._timeout, rows[0], read)
 
     def close(self) -> None:
         self._calls.close()
+
+
+SCORED = "trajectory"
+"""Among the columns of a row as the reward sees it: the trajectory, where it is known."""
+
+
+ANSWERS = "solution_strs"
+"""The parameter by which a function sees all rollouts of a prompt, as those of verl see a batch."""
+
+
+def has_parameter(function: ComputeScore, *names: str) -> bool:
+    """Whether a reward function asks for something, by the name of a parameter."""
+    try:
+        return not inspect.signature(function).parameters.keys().isdisjoint(names)
+    except (TypeError, ValueError):  # written in C
+        return False
 
 
 async def call_score(
@@ -104,6 +161,17 @@ async def call_score(
         ground_truth=row.ground_truth,
         extra_info=dict(row.extra_info),
     )
+    return await _call(calls, call, label, timeout, row, read_score)
+
+
+async def _call(
+    calls: UserCalls,
+    call: Callable[[], Any],
+    label: str,
+    timeout: float,
+    row: PromptRow,
+    read: Callable[[Any], T],
+) -> T:
     where = f"{label}, row {row.index} ({row.data_source})"
     try:
         outcome = await calls.run(call, name=label, seconds=timeout)
@@ -116,7 +184,7 @@ async def call_score(
     if (raised := outcome.error) is not None:
         raise RewardError(f"{where}: raised {type(raised).__name__}: {_message(raised)}") from raised
     try:
-        return read_score(outcome.value)
+        return read(outcome.value)
     except RewardError as error:
         raise RewardError(f"{where}: {error}") from error.__cause__
 
@@ -142,7 +210,18 @@ def scored_row(row: PromptRow, trajectory: Trajectory) -> PromptRow:
                 told["reasoning_content"] = message["reasoning_content"]
             break
     told |= {key: trajectory.extra[key] for key in _SCORED_EXTRAS if key in trajectory.extra}
-    return replace(row, extra_info={**row.extra_info, **told})
+    return replace(row, extra_info={**row.extra_info, **told}, columns={**row.columns, SCORED: trajectory})
+
+
+def check_counts(extra: Mapping[str, Any], trajectory: Trajectory) -> None:
+    """Raises `RewardError` where `steps` are not as many as the model's turns, or `tokens` as the response's tokens."""
+    mask = trajectory.response_mask
+    for name, wanted, of in (
+        ("steps", len(sampled_stretches(mask)), "turns of the model"),
+        ("tokens", len(mask), "tokens of the response"),
+    ):
+        if isinstance(extra.get(name), list) and len(extra[name]) != wanted:
+            raise RewardError(f"returned {len(extra[name])} {name} for {wanted} {of}")
 
 
 def read_score(returned: Any) -> Score:
@@ -150,10 +229,10 @@ def read_score(returned: Any) -> Score:
 
     Numbers are int, float, bool, and what numpy and torch have for them. In `extra`, arrays become lists,
     NaN and infinities None, and lone surrogates U+FFFD. What JSON does not know is left out, and `not_stored`
-    says so: the score counts all the same.
+    says so: the score counts all the same. `steps` and `tokens`, where they are lists, are numbers like the score.
 
     Raises:
-        RewardError: Anything else, or a score that is not finite.
+        RewardError: Anything else, or a score, a step or a token's number that is not finite.
     """
     if not isinstance(returned, dict):
         return Score(_number(returned, ""), {})
@@ -165,6 +244,11 @@ def read_score(returned: Any) -> Score:
     for key, item in returned.items():
         if key == "score":
             continue
+        if key in REWARD_STREAMS.values():
+            item = item.tolist() if hasattr(item, "tolist") else item  # numpy and torch
+            if isinstance(item, list | tuple):
+                extra[key] = [_number(one, f"{key} with ") for one in item]
+                continue
         try:
             extra[_text(key)] = _jsonable(item, str(key))
         except (RewardError, RecursionError) as error:

@@ -10,11 +10,12 @@ from typing import Any
 import orjson
 
 from rollstream.errors import ConfigError
-from rollstream.reward.base import ComputeScore, FunctionReward
+from rollstream.reward.base import ANSWERS, SCORED, ComputeScore, FunctionReward, has_parameter
 from rollstream.user_code import import_name
 
 _KEY = "custom_reward_function"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_OF_GROUP = ("data_sources", ANSWERS, "ground_truths", "extra_infos")
 
 
 def load_reward(
@@ -38,7 +39,8 @@ def load_reward(
 
     Raises:
         ConfigError: No such file or name, the file raises, or the function cannot be called like verl's
-            `compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`.
+            `compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`, or like that of a
+            batch: `compute_score(data_sources, solution_strs, ground_truths, extra_infos, **reward_kwargs)`.
     """
     kwargs = dict(reward_kwargs or {})
     if not timeout > 0 or max_concurrency < 1:
@@ -108,13 +110,17 @@ def reward_of_function(
 
 
 def _check_arguments(function: ComputeScore, kwargs: Mapping[str, Any], label: str) -> None:
-    if taken := sorted(set(_ARGUMENTS) & kwargs.keys()):
-        raise ConfigError(f"{_KEY}.reward_kwargs: {taken[0]} comes from the prompt row")
+    given, told = [*_ARGUMENTS], SCORED
+    if has_parameter(function, ANSWERS):
+        given, told = [*_OF_GROUP], "trajectories"
+    given += [told] if has_parameter(function, told) else []
+    if taken := sorted(set(given) & kwargs.keys()):
+        raise ConfigError(f"{_KEY}.reward_kwargs: {taken[0]} comes from the prompt row or the rollout")
     try:
-        inspect.signature(function).bind(**dict.fromkeys(_ARGUMENTS), **kwargs)
+        inspect.signature(function).bind(**dict.fromkeys(given), **kwargs)
     except TypeError as error:
         raise ConfigError(
-            f"{_KEY}: {label} cannot be called with {', '.join((*_ARGUMENTS, *kwargs))} ({error})"
+            f"{_KEY}: {label} cannot be called with {', '.join((*given, *kwargs))} ({error})"
         ) from error
     except ValueError:  # written in C, without a signature to look at: the first call will tell
         return

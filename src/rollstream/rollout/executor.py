@@ -19,8 +19,8 @@ import itertools
 import logging
 import pickle
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -37,6 +37,7 @@ from rollstream.rollout.work_queue import WorkQueue
 from rollstream.rollout.worker import make_failure
 from rollstream.rollout.worker_host import Result, WorkerReport, WorkItem
 from rollstream.store.records import EncodingError
+from rollstream.store.turns import TurnStore
 from rollstream.trajectory import Failure, PromptRow, RolloutKey, failure_cause
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,12 @@ whatever holds up its event loop holds up the limit as well."""
 
 _CLOSE_S = 10.0
 """For a worker to release its engine and tools before it is killed."""
+
+_HOLD_S = 90.0
+"""For a worker's engine to let go of its requests: more than `ContinuingEngine` takes to empty one."""
+
+_HELD_LOOK_S = 0.005
+"""Between looks at who has let go: short against a load of weights."""
 
 _URLS_EVERY_S = 1.0
 """Between looks at which servers there are; launched ones come back on other ports."""
@@ -91,6 +98,18 @@ class WorkerHandle(Protocol):
 
     async def drop(self) -> None:
         """Cuts off what is in flight."""
+        ...
+
+    async def cut(self, key: RolloutKey) -> None:
+        """Cuts off one rollout, which is reported as a failure; one that is not there: fine."""
+        ...
+
+    async def hold(self, number: int) -> None:
+        """Has its engine let go of requests, and those that come wait; `WorkerReport.held` says that it is done."""
+        ...
+
+    async def release(self, urls: Sequence[str]) -> None:
+        """Ends a hold, with the servers that the engine has now."""
         ...
 
     async def close(self) -> None: ...
@@ -181,6 +200,8 @@ class _Slot:
     given_up: bool = False
     outage_since: float | None = None
     """Since when its workers cannot start because no engine answers."""
+    held: int = 0
+    """See `WorkerReport.held`."""
 
     def is_expected(self) -> bool:
         """Whether its share of places is kept free."""
@@ -212,6 +233,8 @@ class Executor:
     """Asked how busy it is, where workers share one; None: they have their own."""
     urls: Callable[[], Sequence[str]] | None = None
     """Gives the URLs of the servers that workers use, where these may change."""
+    turns: TurnStore | None = None
+    """Keeps finished turns; None: they are not kept."""
     on_durable: Callable[[Any], object] | None = None
     """Called for each rollout or failure once it is durable (R2)."""
 
@@ -227,6 +250,9 @@ class Executor:
         self._queue: WorkQueue | None = None
         self._pumping = self._paused = self._stopping = self._dropped = self._closed = False
         self._joined = asyncio.Event()
+        self._released = asyncio.Event()
+        self._released.set()
+        self._holds = 0
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the first cause for which the run cannot go on."""
         self._ended = asyncio.Event()
@@ -276,8 +302,10 @@ class Executor:
         if not self._joined.is_set():
             raise RollstreamError(f"no worker could be started within {_FIRST_WORKER_S:g} s")
 
-    async def run(self, keys: Iterator[RolloutKey]) -> None:
+    async def run(self, keys: Iterator[RolloutKey | None]) -> None:
         """Works off `keys`; returns when all are durable, or after a stop when nothing is in flight.
+
+        None among the keys: there is no other now; `wake` says that there may be.
 
         Raises:
             StorageError: the sink is broken.
@@ -362,6 +390,42 @@ class Executor:
         self.stop()
         self._dropped = True
         self._ended.set()
+
+    def wake(self) -> None:
+        """There may be keys again."""
+        self._pump_soon()
+
+    async def send_urls(self) -> None:
+        """Sends workers the servers that there are, now."""
+        if self.urls is not None:
+            await self._tell_all(partial(_follow, list(self.urls())))
+
+    def cut(self, key: RolloutKey) -> None:
+        """Cuts off a rollout that a worker has: the sink gets a failure."""
+        self._own(self._tell_all(lambda worker: worker.cut(key)))
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Inside it no worker has a request at its engine, and none sends one: all tokens have come, or never will.
+
+        A worker that does not let go is killed, and its rollouts are owed again. One that starts meanwhile waits.
+        """
+        self._released.clear()
+        self._holds = number = self._holds + 1
+        holding = asyncio.create_task(self._tell_all(lambda worker: worker.hold(number)))
+        until = time.monotonic() + _HOLD_S
+        try:
+            while late := [slot for slot in self._slots if slot.worker is not None and slot.held != number]:
+                for slot in late if time.monotonic() >= until else ():
+                    if slot.worker is not None:
+                        slot.worker.kill()
+                await asyncio.sleep(_HELD_LOOK_S)
+            yield
+        finally:
+            holding.cancel()
+            self._released.set()
+            urls = list(self.urls()) if self.urls is not None else []
+            self._own(self._tell_all(lambda worker: worker.release(urls)))
 
     async def close(self) -> None:
         """Ends the workers. May be called twice."""
@@ -458,7 +522,8 @@ class Executor:
             except Exception as error:  # a user's dataset class filled the row with what cannot travel
                 self._refuse(queue, number, key, row.prompt_key, error)
             else:
-                items.append(item)
+                turns = None if self.turns is None else self.turns.turns_of(key)
+                items.append(item if turns is None else replace(item, turns=turns))
         # Meanwhile the worker may have died, which gave the keys to another, or all may be over.
         if (
             worker is None
@@ -537,6 +602,8 @@ class Executor:
             slot.pid = await worker.start()
         except Exception as error:
             return self._not_started(slot, error)
+        while not self._released.is_set():
+            await self._released.wait()
         slot.worker, slot.has_come = worker, True
         began = time.monotonic()
         try:
@@ -596,8 +663,14 @@ class Executor:
                 for level, name, message in report.logs:
                     logging.getLogger(name).log(level, "worker %d: %s", slot.number, message)
                 self.stats.update(slot.number, report.status)
+                slot.held = report.held
                 if (queue := self._queue) is None:
                     continue  # dropped: what it delivers is owed again
+                if report.turns and self.turns is not None:
+                    held = queue.held_by(slot.number)
+                    for turn in report.turns:
+                        if turn.key in held:
+                            self.turns.keep(turn)
                 for result in report.results:
                     if not self._dropped and queue.receive(slot.number, result.key):
                         self._commit(queue, result)

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from rollstream.childproc import Channel, Child, portable
 from rollstream.rollout.worker_host import WorkerHost, WorkerPlace, WorkerRecipe, WorkerReport, WorkItem
+from rollstream.trajectory import RolloutKey
 
 _LINGER_S = 0.002
 """How long a result waits for company: a report costs some 50 us at both ends."""
@@ -57,6 +58,15 @@ class ProcessWorker:
 
     async def drop(self) -> None:
         await self._started.send(("drop",))
+
+    async def cut(self, key: RolloutKey) -> None:
+        await self._started.send(("cut", key))
+
+    async def hold(self, number: int) -> None:
+        await self._started.send(("hold", number))
+
+    async def release(self, urls: Sequence[str]) -> None:
+        await self._started.send(("release", urls))
 
     async def close(self) -> None:
         await self._started.send(("close",))

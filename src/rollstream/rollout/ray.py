@@ -20,6 +20,7 @@ from rollstream.engine.ray_package import (
 from rollstream.errors import ConfigError
 from rollstream.redaction import redact
 from rollstream.rollout.worker_host import WorkerHost, WorkerPlace, WorkerRecipe, WorkerReport, WorkItem
+from rollstream.trajectory import RolloutKey
 from rollstream.user_calls import DaemonThreads
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,18 @@ class RayWorker:
     async def drop(self) -> None:
         with suppress(Exception):
             submit(self.actor.drop)
+
+    async def cut(self, key: RolloutKey) -> None:
+        await self._answer(self.actor.cut, key)
+
+    async def hold(self, number: int) -> None:
+        try:
+            await self._answer(self.actor.hold, number)
+        except Exception:
+            self.kill()
+
+    async def release(self, urls: Sequence[str]) -> None:
+        await self._answer(self.actor.release, list(urls))
 
     async def close(self) -> None:
         await self._answer(self.actor.close)

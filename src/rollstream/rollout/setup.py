@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.chat.tool_schema import load_tool_schemas, with_row_tools
 from rollstream.config.settings import RewardSettings, Settings
+from rollstream.data.mixed import read_sources
 from rollstream.engine.base import Engine
 from rollstream.engine.checks import check_capabilities
 from rollstream.engine.continuation import ContinuingEngine
@@ -46,8 +48,10 @@ from rollstream.gateway.command_agent import CommandAgent
 from rollstream.gateway.function_agent import FunctionAgent
 from rollstream.reward.base import FunctionReward
 from rollstream.reward.custom import load_reward
+from rollstream.reward.processes import ProcessReward
 from rollstream.reward.rules import RuleReward
 from rollstream.rollout.availability import EngineAvailability
+from rollstream.rollout.group_reward import GroupReward, Judge, score_group
 from rollstream.rollout.ray_cluster import joins_cluster
 from rollstream.rollout.retry import RetryPolicy
 from rollstream.rollout.worker import RolloutWorker
@@ -67,6 +71,10 @@ _STAND_INS = dict.fromkeys(("single_turn_agent", "tool_agent"), LoopEntry(ChatAg
 
 _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
+
+
+Reward = FunctionReward | ProcessReward | RuleReward
+"""That a configuration can ask for."""
 
 
 @dataclass(slots=True)
@@ -233,7 +241,7 @@ class RolloutSetup:
     shown_tools: list[dict[str, Any]]
     """Schemas that loops without tools show in their prompts."""
     sampling: SamplingParams
-    reward: FunctionReward | RuleReward
+    reward: Reward
 
     @property
     def pad_id(self) -> int | None:
@@ -282,6 +290,18 @@ class RolloutSetup:
         """Starts an engine beside the reward (see `prepare_reward`), and checks it, see `check_engine`."""
         await asyncio.gather(engine.start(), self.prepare_reward(data_sources))
         self.check_engine(engine, longest=longest)
+
+    @property
+    def group_reward(self) -> GroupReward | None:
+        """The reward, if it sees groups."""
+        return None if isinstance(self.reward, RuleReward) or not self.reward.sees_group else self.reward
+
+    @property
+    def judge(self) -> Judge | None:
+        """Gives the rollouts of a prompt the rewards of `group_reward`, in place; see `score_group`."""
+        if self.group_reward is None or self.tokenizer is None:
+            return None
+        return partial(score_group, self.group_reward, decode=self.tokenizer.decode)
 
     async def prepare_reward(self, data_sources: Iterable[str]) -> None:
         """Imports what the rules of data sources need. Raises `ConfigError` where a package is missing."""
@@ -371,9 +391,15 @@ class RolloutSetup:
             reward=self.reward,
             loops=self.agents.loops,
             refusal_patience=settings.engine_timeout,
+            limits={
+                source.name: asyncio.Semaphore(source.max_in_flight)
+                for source in read_sources(self.settings.data.sources)
+                if source.max_in_flight is not None
+            },
             counts=meter.counts,
         )
-        return BuiltWorker(worker, meter, availability, engine=engine)
+        continuing = engine if isinstance(engine, ContinuingEngine) else None
+        return BuiltWorker(worker, meter, availability, engine=engine, continuing=continuing)
 
 
 async def build_setup(
@@ -381,7 +407,8 @@ async def build_setup(
     agents: Agents,
     *,
     shows_images: bool = False,
-    reward: FunctionReward | RuleReward | None = None,
+    reward: Reward | None = None,
+    groups: bool = False,
 ) -> RolloutSetup:
     """Loads tokenizer, reward and what else rollouts are executed with.
 
@@ -390,21 +417,28 @@ async def build_setup(
         agents: loaded from them.
         shows_images: whether prompt rows have images.
         reward: scores the rollouts; None loads `custom_reward_function`, or takes the rules.
+        groups: whether the caller has a reward that sees groups score them.
 
     Raises:
         ConfigError: the configuration cannot work.
     """
-    return await in_daemon_thread(_build_setup, settings, agents, shows_images, reward)
+    setup = await in_daemon_thread(_build_setup, settings, agents, shows_images, reward)
+    if setup.group_reward is not None and not groups:
+        raise ConfigError(
+            "custom_reward_function: it takes solution_strs, those of all rollouts of a prompt, and nothing here waits "
+            "for them: it is for `rollstream generate`, `rollstream score` and trainings"
+        )
+    return setup
 
 
 def _build_setup(
-    settings: Settings, agents: Agents, shows_images: bool, reward: FunctionReward | RuleReward | None
+    settings: Settings, agents: Agents, shows_images: bool, reward: Reward | None
 ) -> RolloutSetup:
     rollout, data = settings.actor_rollout_ref.rollout, settings.data
     shown = load_tool_schemas(data.tool_config_path) if data.tool_config_path else []
     if reward is None:
         reward = load_configured_reward(settings.custom_reward_function)
-    tokenizer = _load_tokenizer(settings)
+    tokenizer = configured_tokenizer(settings)
     images = _load_images(settings, tokenizer, agents, needed=shows_images)
     return RolloutSetup(
         settings=settings,
@@ -438,7 +472,7 @@ def _build_setup(
     )
 
 
-def _load_tokenizer(settings: Settings) -> ChatTokenizer | None:
+def configured_tokenizer(settings: Settings) -> ChatTokenizer | None:
     """The model's tokenizer; None, and what would need one is refused, with an engine that speaks messages."""
     model, data, rollout = settings.actor_rollout_ref.model, settings.data, settings.actor_rollout_ref.rollout
     path = model.tokenizer_path or model.path
@@ -494,10 +528,17 @@ def _load_images(
     return None if processor is None else ImageReader(processor, allow_http=settings.data.fetch_images)
 
 
-def load_configured_reward(settings: RewardSettings) -> FunctionReward | RuleReward:
+def load_configured_reward(settings: RewardSettings) -> Reward:
     """The reward that a configuration names, or the rules. Raises `ConfigError`."""
     if settings.path is None:
+        if settings.processes:
+            raise ConfigError(
+                "custom_reward_function.processes is for a function: set custom_reward_function.path"
+            )
         return RuleReward(settings.timeout, settings.max_concurrency)
+    if settings.processes:
+        order = settings.path, settings.name, settings.reward_kwargs, settings.timeout
+        return ProcessReward(*order, settings.processes)
     return load_reward(
         settings.path,
         settings.name,
@@ -548,6 +589,8 @@ def launch_request(settings: Settings) -> LaunchRequest | None:
         | {
             "logprobs_mode": rollout.logprobs_mode,
             "trust_remote_code": model.trust_remote_code,
+            "lora_rank": model.lora_rank,
+            "sends_weights": rollout.weight_transfer != "folder",
             "tokenizer_path": model.tokenizer_path,
             "seeds": settings.generation.seed is not None,
         },

@@ -31,19 +31,24 @@ class WorkQueue:
     """Binds keys to workers as late as possible.
 
     Args:
-        keys: owed, each once; taken one by one as there is room.
+        keys: owed, each once; taken one by one as there is room. None among them: there is no other now.
         cap: keys that hold a place at most; may be changed at any time.
         max_charges: deaths of a worker that a rollout may cause.
         free_deaths: see above.
     """
 
     def __init__(
-        self, keys: Iterator[RolloutKey], *, cap: int, max_charges: int, free_deaths: int = _FREE_DEATHS
+        self,
+        keys: Iterator[RolloutKey | None],
+        *,
+        cap: int,
+        max_charges: int,
+        free_deaths: int = _FREE_DEATHS,
     ) -> None:
         self.cap = cap
         self.expected = 1
         """Workers that share the cap, those included that will come: what they are due is kept free."""
-        self._keys: Iterator[RolloutKey] | None = keys
+        self._keys: Iterator[RolloutKey | None] | None = keys
         self._max_charges = max_charges
         self._free_deaths = free_deaths
         self._workers: dict[int, set[RolloutKey]] = {}
@@ -185,7 +190,7 @@ class WorkQueue:
     def _next(self) -> RolloutKey | None:
         if self._again:
             return self._again.popleft()
-        if self._keys is not None and (key := next(self._keys, None)) is not None:
+        for key in self._keys or ():
             return key
         self._keys = None
         return None

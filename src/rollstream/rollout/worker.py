@@ -22,13 +22,17 @@ import math
 import random
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import compress
 from typing import Any, Protocol
 
 from rollstream.agent.base import AgentLoop, AgentResources
 from rollstream.agent.registry import AgentLoops
+from rollstream.agent.turns import Turns
+from rollstream.data.mixed import SOURCE
+from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.load import Counts
 from rollstream.errors import (
     AttemptTimeoutError,
@@ -38,12 +42,20 @@ from rollstream.errors import (
     EngineOverloadedError,
     RewardError,
 )
-from rollstream.reward.base import last_answer, scored_row
+from rollstream.reward.base import check_counts, last_answer, scored_row
 from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.retry import RetryPolicy, find_unavailable, is_transient
 from rollstream.rollout.validate import check_trajectories
 from rollstream.sampling import sampling_of_row
-from rollstream.trajectory import Failure, PromptRow, Rollout, SamplingParams, Trajectory
+from rollstream.trajectory import (
+    CONTINUES,
+    OWN_REWARD,
+    Failure,
+    PromptRow,
+    Rollout,
+    SamplingParams,
+    Trajectory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +144,8 @@ class RolloutWorker:
     refusal_patience: float = 0.0
     """Seconds from the first time on that the engine refuses a rollout for want of room, for which its refusals are
     charged to no attempt."""
+    limits: Mapping[str, asyncio.Semaphore] = field(default_factory=dict)
+    """By the name of a source of prompts: its rollouts wait for it before they begin."""
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
@@ -140,15 +154,34 @@ class RolloutWorker:
         self._jitter = random.Random()
 
     async def run(
-        self, row: PromptRow, repeat: int, *, name: str = "", on_scoring: Callable[[], object] = lambda: None
+        self,
+        row: PromptRow,
+        repeat: int,
+        *,
+        name: str = "",
+        on_scoring: Callable[[], object] = lambda: None,
+        turns: Turns | None = None,
     ) -> Rollout | Failure:
         """Executes one rollout to its end. Raises `EngineLostError` when the engine stays away.
 
         The engine knows its requests by `name`, by default of row and repeat: whoever runs one of those twice
-        at once gives names. `on_scoring` is called when the reward begins.
+        at once gives names. `on_scoring` is called when the reward begins. `turns` are those that are finished; a
+        loop that can goes on behind them, also after an outage. A new attempt begins anew.
         """
-        name = name or f"{row.index}-{repeat}"
         dispatched = time.monotonic()
+        async with self.limits.get(str(row.columns.get(SOURCE)), nullcontext()):
+            return await self._attempts(row, repeat, dispatched, name, on_scoring, turns)
+
+    async def _attempts(
+        self,
+        row: PromptRow,
+        repeat: int,
+        dispatched: float,
+        name: str,
+        on_scoring: Callable[[], object],
+        turns: Turns | None,
+    ) -> Rollout | Failure:
+        name = name or f"{row.index}-{repeat}"
         attempt, outages, refusals, refused_at = 1, 0, 0, math.inf
         suspected = passed = False
         try:
@@ -159,7 +192,7 @@ class RolloutWorker:
                 try:
                     if not self.availability.is_available:
                         continue  # it closed while this one waited
-                    loop, trajectories = await self._attempt(row, repeat, attempt, f"{name}-{attempt}")
+                    loop, trajectories = await self._attempt(row, repeat, attempt, f"{name}-{attempt}", turns)
                     passed = True
                     break
                 except Exception as error:
@@ -191,16 +224,26 @@ class RolloutWorker:
                 )
                 _log_few(line, self.counts.retries)
                 attempt += 1
+                if turns is not None:
+                    turns.forget()
                 await asyncio.sleep(wait)
         finally:
             if suspected:
                 self._isolator.resolve(passed=passed)
         try:
             row_extra = {**row.columns, **({"extra_info": row.extra_info} if row.extra_info else {})}
+            if (stored := row.stored_prompt) is not None:
+                row_extra[CONTINUES] = {k: v for k, v in row.columns[CONTINUES].items() if v is not stored}
             for trajectory in trajectories:
                 trajectory.metrics.queue_s = started - dispatched
                 tools = loop.tool_marks(trajectory.prompt_ids)
                 trajectory.extra = {**row_extra, **tools, **trajectory.extra, **self.resources.marks}
+                is_settled = trajectory.reward is not None or (
+                    trajectory.is_snapshot and loop.snapshot_scoring == "none"
+                )
+                if is_settled and getattr(self.reward, "sees_group", False):
+                    given = {"reward": trajectory.reward, "extra": trajectory.reward_extra}
+                    trajectory.extra[OWN_REWARD] = given
             on_scoring()
             await score_trajectories(
                 self.reward,
@@ -215,9 +258,9 @@ class RolloutWorker:
             return make_failure(row.index, repeat, row.prompt_key, attempt, "agent", error)
         finally:
             await loop.close()
-        finished = time.monotonic()
+        total_s = time.monotonic() - dispatched + (turns.earlier.total_s if turns is not None else 0.0)
         for trajectory in trajectories:
-            trajectory.metrics.total_s = finished - dispatched
+            trajectory.metrics.total_s = total_s
         return Rollout(
             index=row.index,
             repeat=repeat,
@@ -229,13 +272,20 @@ class RolloutWorker:
         )
 
     async def _attempt(
-        self, row: PromptRow, repeat: int, attempt: int, request_id: str
+        self, row: PromptRow, repeat: int, attempt: int, request_id: str, turns: Turns | None
     ) -> tuple[AgentLoop, Sequence[Trajectory]]:
         """The loop, which the caller closes, and its result."""
         name = row.agent_name or self.default_agent_loop
         loop = self._loops.create(name, self.resources, request_id=request_id)
+        if row.stored_prompt is not None:
+            loop.continues = row
+        engine = self.resources.engine
+        if turns is not None and loop.says_resumable():
+            turns.begin()
+            loop.turns = turns
         try:
-            return loop, await self._run(loop, name, row, repeat, attempt)
+            with engine.pinned(request_id) if isinstance(engine, ContinuingEngine) else nullcontext():
+                return loop, await self._run(loop, name, row, repeat, attempt)
         except BaseException:
             await loop.close()
             raise
@@ -259,6 +309,8 @@ class RolloutWorker:
             "tools_kwargs": row.tools_kwargs,
             "images": row.images,
         }
+        if (stored := row.stored_prompt) is not None and loop.cannot_continue:
+            raise DataError(f"{name!r} cannot go on with a stored conversation: {loop.cannot_continue}")
         try:
             async with asyncio.timeout(self.attempt_timeout) as limit:
                 result = await loop.run(sampling, **arguments)
@@ -285,6 +337,8 @@ class RolloutWorker:
             or not all(isinstance(one, Trajectory) for one in trajectories)
         ):
             raise TypeError(f"agent loop {name!r} must return trajectories, not {result!r:.200}")
+        if stored is not None and trajectories[0].prompt_ids[: len(stored["ids"])] != stored["ids"]:
+            raise DataError(f"agent loop {name!r} did not begin with the stored conversation of its row")
         check_trajectories(
             trajectories,
             logprobs=sampling.logprobs,
@@ -327,7 +381,9 @@ async def score_trajectories(
         try:
             if answer is None and (answer := last_answer(trajectory.messages)) is None:
                 answer = decode(list(compress(trajectory.response_ids, trajectory.response_mask)))
-            trajectory.reward, extra = await reward.score(scored_row(row, trajectory), answer)
+            found, extra = await reward.score(scored_row(row, trajectory), answer)
+            check_counts(extra, trajectory)
+            trajectory.reward = found
         except RewardError as error:
             extra = {"error": _one_line(error)}
             on_error(error)

@@ -14,16 +14,19 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from rollstream.agent.turns import Turns
 from rollstream.engine.base import EngineLoad
+from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.load import Counts, RequestMeter, ask_load
 from rollstream.rollout.availability import EngineAvailability
 from rollstream.rollout.stats import Status, WorkerStatus
 from rollstream.rollout.worker import RolloutWorker, make_failure
-from rollstream.store.records import EncodedRollout, EncodingError, RecordCodec
-from rollstream.trajectory import Failure, PromptRow, Rollout
+from rollstream.store.records import EncodedRollout, EncodedTurn, EncodingError, RecordCodec
+from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey
 
 _REPORT_ROLLOUTS = 32
 """At most in one report: measured, more gain nothing."""
@@ -58,6 +61,10 @@ class BuiltWorker:
     follow: Callable[[Sequence[str]], Awaitable[None]] | None = None
     """Takes the URLs of the engine's servers when they change."""
     load: EngineLoad | None = None
+    continuing: ContinuingEngine | None = None
+    """Its engine, where that can be held."""
+    check: Callable[[], None] = lambda: None
+    """Raises, after a rollout, what all others would meet, too."""
 
     @property
     def counts(self) -> Counts:
@@ -117,6 +124,8 @@ class WorkItem:
     prompt_key: str
     row: PromptRow | bytes
     """Pickled by itself where it travels: one that cannot be read there fails alone."""
+    turns: Sequence[bytes] | None = None
+    """Those that are finished, see `TurnStore`; None: they are not kept."""
 
 
 @dataclass(slots=True)
@@ -124,9 +133,13 @@ class WorkerReport:
     """What happened at a worker since its last report."""
 
     results: list[Result] = field(default_factory=list)
+    turns: list[EncodedTurn] = field(default_factory=list)
+    """Of these results, too: they were finished before."""
     status: Status = field(default_factory=WorkerStatus)
     logs: list[tuple[int, str, str]] = field(default_factory=list)
     """Level, logger, message."""
+    held: int = 0
+    """The number of the hold under which its engine has no requests; 0: there is none."""
 
 
 class WorkerHost:
@@ -145,9 +158,12 @@ class WorkerHost:
         self._recipe, self._number, self._place, self._linger_s = recipe, number, place, linger_s
         self._codec = RecordCodec()
         self._results: deque[Result] = deque()
+        self._turns: list[EncodedTurn] = []
         self._logs = _LogTail()
         self._news = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[RolloutKey, asyncio.Task[None]] = {}
+        self._held = 0
+        self._holding: asyncio.Task[None] | None = None
         self._fatal: BaseException | None = None
         self._load: EngineLoad | None = None
         self._load_asked = 0.0
@@ -171,9 +187,9 @@ class WorkerHost:
     async def give(self, items: Sequence[WorkItem]) -> None:
         """Begins rollouts; returns at once."""
         for item in items:
-            task = asyncio.create_task(self._execute(item))
-            self._tasks.add(task)
-            task.add_done_callback(self._ended)
+            key = RolloutKey(item.index, item.repeat)
+            self._tasks[key] = task = asyncio.create_task(self._execute(item))
+            task.add_done_callback(partial(self._ended, key))
 
     async def reports(self) -> AsyncGenerator[WorkerReport, None]:
         """What happens here, until the worker is closed; elsewhere at least once in `HEARTBEAT_S`.
@@ -198,13 +214,42 @@ class WorkerHost:
         if (follow := self._running.follow) is not None:
             await follow(urls)
 
+    async def hold(self, number: int) -> None:
+        """Raises `EngineError`, which ends this process: so its engine has no requests either."""
+        assert self._running.continuing is not None
+        self._holding = holding = asyncio.create_task(self._running.continuing.hold())
+        await asyncio.wait((holding,))
+        if not holding.cancelled():
+            holding.result()
+            self._held = number
+            self._news.set()
+
+    async def release(self, urls: Sequence[str]) -> None:
+        self._held = 0
+        if self._holding is not None:  # an update that was cancelled: else it would go on to end requests
+            self._holding.cancel()
+        await self.follow(urls)
+        if self._running.continuing is not None:
+            self._running.continuing.release()
+
+    async def cut(self, key: RolloutKey) -> None:
+        if (task := self._tasks.get(key)) is not None:
+            task.add_done_callback(partial(self._was_cut, key))
+            task.cancel()
+
+    def _was_cut(self, key: RolloutKey, task: "asyncio.Task[None]") -> None:
+        if task.cancelled():
+            self._deliver(
+                make_failure(key.index, key.repeat, "", 1, "agent", asyncio.CancelledError("cut off"))
+            )
+
     async def drop(self) -> None:
         self.kill()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def kill(self) -> None:
         """Cuts off what is in flight; does not wait for it."""
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
 
     async def close(self) -> None:
@@ -223,7 +268,13 @@ class WorkerHost:
         except Exception as error:
             self._deliver(make_failure(item.index, item.repeat, item.prompt_key, 1, "prompt", error))
             return
-        result: Result = await self._running.worker.run(row, item.repeat)
+        worker, key = self._running.worker, RolloutKey(item.index, item.repeat)
+        if item.turns is None:
+            result: Result = await worker.run(row, item.repeat)
+        else:
+            turns = Turns(key, item.prompt_key, item.turns, self._keep, self._codec)
+            result = await worker.run(row, item.repeat, turns=turns)
+        self._running.check()
         if self._place is not None and isinstance(result, Rollout):
             try:
                 result = self._codec.encode(result)
@@ -231,12 +282,17 @@ class WorkerHost:
                 result = make_failure(item.index, item.repeat, item.prompt_key, 1, "store", error)
         self._deliver(result)
 
+    def _keep(self, turn: EncodedTurn) -> None:
+        self._turns.append(turn)
+        self._news.set()
+
     def _deliver(self, result: Result) -> None:
         self._results.append(result)
         self._news.set()
 
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
+    def _ended(self, key: RolloutKey, task: "asyncio.Task[None]") -> None:
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fatal = self._fatal or error
             self._news.set()
@@ -249,14 +305,15 @@ class WorkerHost:
             size += len(result.body) if isinstance(result, EncodedRollout) else 0
         if self._results:
             self._news.set()
+        turns, self._turns = self._turns, []
         built = self._running
         if self._place is None:
-            return WorkerReport(results, built)
+            return WorkerReport(results, turns, built, held=self._held)
         if built.engine is not None and time.monotonic() - self._load_asked >= _LOAD_EVERY_S:
             self._load_asked = time.monotonic()
             self._load = await ask_load(built.engine)
         status = WorkerStatus(copy(built.counts), built.calls, built.is_available, built.returns, self._load)
-        return WorkerReport(results, status, self._logs.take())
+        return WorkerReport(results, turns, status, self._logs.take(), self._held)
 
 
 class LocalBackend:

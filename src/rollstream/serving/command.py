@@ -7,17 +7,13 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import orjson
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rollstream.chat.parsers.registry import get_parser
 from rollstream.chat.tokenizer import load_tokenizer
+from rollstream.command_line import read_key_values
 from rollstream.engine.base import Engine
 from rollstream.engine.registry import create_engine, data_deciding_kwargs
 from rollstream.errors import ConfigError
@@ -60,7 +56,7 @@ def _load(options: argparse.Namespace, log_dir: Path) -> tuple[Engine, ServedMod
     """The engine, not started, and what is known of its model."""
     path = str(Path(options.model).expanduser())
     parser = get_parser(options.tool_parser)
-    kwargs = _read_engine_kwargs(options.engine_kwargs)
+    kwargs = read_key_values(options.engine_kwargs)
     engine = create_engine(
         options.engine,
         model_path=path,
@@ -121,15 +117,6 @@ async def _stop_with(parent_pid: int) -> None:
     while os.getppid() == parent_pid:  # noqa: ASYNC110  nothing tells when it changes
         await asyncio.sleep(_PARENT_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _read_engine_kwargs(words: Sequence[str]) -> dict[str, Any]:
-    try:
-        values = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"--engine-kwargs cannot be read: {' '.join(str(error).split())}") from error
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
 
 
 def _api_key(name: str | None) -> str | None:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from rollstream.command_line import Command
-from rollstream.demo import MODEL_PATH
+from rollstream.demo import named_model
 
 EPILOG = """\
 examples:
@@ -23,7 +23,11 @@ ENGINES = ("openvino", "hf")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `serve`."""
     add = parser.add_argument
-    add("--model", metavar="PATH", help="folder of the model (default: the shipped demo model)")
+    add(
+        "--model",
+        metavar="PATH",
+        help="folder of the model (default: demo, the one that comes with rollstream)",
+    )
     add("--engine", choices=ENGINES, default="openvino")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=30000, help="0 takes a free one (default: %(default)s, as SGLang)")
@@ -80,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Executes a parsed `serve` command line; returns the exit code."""
     parent_pid = os.getppid()  # before the imports, which take a second
-    if options.model is None:
-        options.model = str(MODEL_PATH)
+    if (model := named_model(options.model or "demo")) != options.model:
+        options.model = model
         options.served_model_name = options.served_model_name or "demo"
 
     from rollstream.serving import command

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from rollstream.chat.wires.openai_chat import event_stream
 from rollstream.chat.wires.requests import RequestError, Sampling, read_parameters, request_object
+from rollstream.engine.base import TopScores
 from rollstream.serving.model import ServedModel
 from rollstream.serving.service import EngineRequest, EngineService, build_sampling, samples
 from rollstream.trajectory import Completion
@@ -24,7 +25,6 @@ _NEUTRAL = {
     "image_data": [],
     "video_data": [],
     "audio_data": [],
-    "top_logprobs_num": 0,
     "token_ids_logprob": [],
     "return_hidden_states": False,
     "return_routed_experts": False,
@@ -54,6 +54,7 @@ class NativeRequest(msgspec.Struct):
     rid: str | None = None
     return_logprob: bool = False
     logprob_start_len: int = -1
+    top_logprobs_num: int = 0
     return_text_in_logprobs: bool = False
     stream: bool = False
 
@@ -123,28 +124,44 @@ class GenerateRoutes:
                     "this engine gives log-probs of sampled tokens only: leave logprob_start_len out",
                     param="logprob_start_len",
                 )
+            if not 0 <= asked.top_logprobs_num <= (capabilities.score_top_k if is_scored else 0):
+                raise RequestError(
+                    f"likeliest ids are those of a prompt's places (logprob_start_len), {capabilities.score_top_k} of "
+                    "each at most with this engine",
+                    param="top_logprobs_num",
+                )
             for sample in samples(f"{name}_{at}" if is_list else name, prompt, sampling, how.n):
                 sample.skip_special_tokens = how.skip_special_tokens
                 sample.scored_from = asked.logprob_start_len if is_scored else None
+                sample.top_logprobs = asked.top_logprobs_num
                 yield sample
 
-    async def _score(self, sample: EngineRequest) -> list[tuple[float | None, int, None]]:
+    async def _score(self, sample: EngineRequest) -> dict[str, Any]:
         """The prompt's log-probs as SGLang has them: ids from `scored_from` on, the first of them without one."""
-        start = sample.scored_from
+        start, ids, engine = sample.scored_from, sample.prompt_ids, self.service.engine
         if start is None:
-            return []
-        scores = await self.service.engine.score(sample.prompt_ids, start + 1)
-        return [
-            (score, token, None)
-            for score, token in zip([None, *scores], sample.prompt_ids[start:], strict=True)
-        ]
+            return {"input_token_logprobs": []}
+        scores = TopScores([], [], [])
+        if sample.top_logprobs:
+            scores = await engine.score_top(ids, start + 1, sample.top_logprobs)
+        else:
+            scores = scores._replace(logprobs=await engine.score(ids, start + 1))
+        values = zip([None, *scores.logprobs], ids[start:], strict=True)
+        found: dict[str, Any] = {"input_token_logprobs": [(value, token, None) for value, token in values]}
+        if sample.top_logprobs:
+            places = zip(scores.top_logprobs, scores.top_ids, strict=True)
+            found["input_top_logprobs"] = [
+                None,
+                *([(value, token, None) for value, token in zip(*place, strict=True)] for place in places),
+            ]
+        return found
 
     def _reply(
         self,
         sample: EngineRequest,
         completion: Completion,
         asked: NativeRequest,
-        prompt_logprobs: list[tuple[float | None, int, None]],
+        prompt_logprobs: dict[str, Any],
         seconds: float,
     ) -> dict[str, Any]:
         ids = completion.token_ids
@@ -167,6 +184,6 @@ class GenerateRoutes:
             meta["weight_versions"] = completion.policy_versions
         if completion.logprobs is not None:
             texts = self.model.token_texts(ids) if asked.return_text_in_logprobs else [None] * len(ids)
-            meta["input_token_logprobs"] = prompt_logprobs
+            meta |= prompt_logprobs
             meta["output_token_logprobs"] = list(zip(completion.logprobs, ids, texts, strict=True))
         return {"text": read.text, "output_ids": ids, "meta_info": meta}

@@ -38,6 +38,8 @@ class EngineRequest:
     skip_special_tokens: bool = True
     scored_from: int | None = None
     """The log-probs of its prompt are asked for, after this id."""
+    top_logprobs: int = 0
+    """Of so many likeliest ids, too."""
     aborted: bool = False
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from rollstream.buffer.client import AsyncBufferClient
 from rollstream.buffer.command import read_token
 from rollstream.config.load import compose, refuse_keys, to_settings, to_stored_yaml
 from rollstream.data.prompts import PromptDataset
+from rollstream.data.stored import STORED_RUN
 from rollstream.errors import ConfigError
 from rollstream.gateway.app import SESSION_SHARE, Endpoint
 from rollstream.gateway.recorder import SessionLimits
@@ -247,8 +249,13 @@ async def _prepare(
     settings = to_settings(config)
     if launches_on_ray(settings):
         raise ConfigError("servers on Ray: launch them by themselves, and give their URLs (server_urls)")
-    if config.data.train_files or config.train_tasks:
-        plan = await make_plan(config, peek_manifest(config))
+    if config.data.train_files or config.train_tasks or config.data.sources:
+        plan = await make_plan(config, peek_manifest(config), groups=False)
+        names = chain(plan.settings.data.files, *(one.files for one in plan.dataset.sources))
+        if any(name.startswith(STORED_RUN) for name in names):
+            raise ConfigError(
+                "data.train_files: a session cannot go on with a stored conversation: its program begins it"
+            )
         plan.say_unscored()
         await plan.setup.prepare_reward(plan.scored_sources)
         return plan.setup, plan.dataset, plan.manifest

@@ -446,7 +446,7 @@ def _checked_footer(path: Path, file: pq.ParquetFile) -> _Footer:
         raise DamagedFileError(path, f"{path.name} does not have the columns of a batch")
     groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
     for group in groups:
-        _check_size(path, group)
+        check_size(path, group)
     statistics = [group.column(0).statistics for group in groups]
     bounds = [(0, 1 << 62) if one is None else (one.min, one.max) for one in statistics]
     low, high = np.array(bounds, np.int64).reshape(-1, 2).T
@@ -466,7 +466,7 @@ def _parquet_schema() -> pq.ParquetSchema:
     return pq.read_metadata(pa.BufferReader(sink.getvalue())).schema
 
 
-def _check_size(path: Path, group: pq.RowGroupMetaData) -> None:
+def check_size(path: Path, group: pq.RowGroupMetaData) -> None:
     """Raises `DamagedFileError` for a row group that no rollout fills: a small file may hold very much."""
     if group.total_byte_size > _MOST_BYTES or any(
         column.num_values > _MOST_VALUES

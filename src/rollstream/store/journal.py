@@ -199,19 +199,25 @@ class JournalFile:
             if resume_at is None:
                 path.unlink(missing_ok=True)
             raise
-        self._end = FILE_HEADER_SIZE if resume_at is None else resume_at
+        self.end = FILE_HEADER_SIZE if resume_at is None else resume_at
+        """Where the next frame begins."""
 
-    def append_durably(self, data: bytes) -> None:
-        """Writes whole frames at the end. When that fails, the file is cut back to what was durable, so that a
-        half-written frame never stands before later ones.
+    def append(self, data: bytes, *, durably: bool = True) -> None:
+        """Writes whole frames at the end. When that fails, they are cut off again, so that a half-written frame never
+        stands before later ones. What is not written `durably` is durable with the next that is.
         """
         try:
             write_all(self._fd, data)
-            os.fdatasync(self._fd)
+            if durably:
+                os.fdatasync(self._fd)
         except BaseException:
-            os.ftruncate(self._fd, self._end)
+            os.ftruncate(self._fd, self.end)
             raise
-        self._end += len(data)
+        self.end += len(data)
+
+    def sync(self) -> None:
+        """Makes durable what was written."""
+        os.fdatasync(self._fd)
 
     def close(self) -> None:
         """Closes the file. Idempotent."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rollstream.store.arrow import column_values
+from rollstream.store.turns import TurnPlaces
 from rollstream.trajectory import RolloutKey
 
 _OWED, _DONE, _FAILED = 0, 1, 2
@@ -48,6 +49,13 @@ class KeyStates:
         """Whether the rollout completed."""
         at = index * self.n + repeat
         return at < len(self._states) and bool(self._states[at] == _DONE)
+
+    def are_done(self, keys: pa.Table) -> npt.NDArray[np.bool_]:
+        """Which rows of `index` and `repeat` are of completed rollouts."""
+        at = column_values(keys["index"]) * self.n + column_values(keys["repeat"])
+        known: npt.NDArray[np.bool_] = at < len(self._states)
+        known[known] = self._states[at[known]] == _DONE
+        return known
 
     def mark_done(self, index: int, repeat: int) -> bool:
         """Marks one key; False when it was done before."""
@@ -104,6 +112,17 @@ class KeyStates:
         self._reserve((int(order.max()) + 1) * self.n)
         by_row = self._states.reshape(-1, self.n)[order]
         return int((by_row == _DONE).sum()), int((by_row == _FAILED).sum())
+
+    def settled_rows(self) -> npt.NDArray[np.int64]:
+        """Rows of which no rollout is owed, and one at least is done."""
+        by_row = self._states.reshape(-1, self.n)
+        return np.flatnonzero((by_row != _OWED).all(1) & (by_row == _DONE).any(1))
+
+    def done_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which rollouts of some rows are done; shape (rows, n)."""
+        self._reserve((int(rows.max(initial=0)) + 1) * self.n)
+        done: npt.NDArray[np.bool_] = self._states.reshape(-1, self.n)[rows] == _DONE
+        return done
 
     def done_ranges(self) -> list[tuple[int, int]]:
         """Rows of which all `n` rollouts are done, as `(first, last)` ranges."""
@@ -175,6 +194,8 @@ class RunState:
 
     keys: KeyStates
     rewards: RewardTotals = field(default_factory=RewardTotals)
+    turns: TurnPlaces = field(default_factory=TurnPlaces)
+    """Of rollouts that are not finished."""
     batches: list[int] = field(default_factory=list)
     """Numbers of the good batches."""
     rows: int = 0

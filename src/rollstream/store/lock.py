@@ -20,7 +20,10 @@ _PATIENCE_S = 0.3
 _NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
-_FOLDERS = ("journal", "batches", "failed", "scores", "damaged", "logs", "merge.tmp")
+_FOLDERS = (
+    *("journal", "batches", "failed", "turns", "scores", "damaged", "logs", "merge.tmp"),
+    *("training", "set_aside"),
+)
 
 
 class LockHeldError(RunDirectoryError):

@@ -131,8 +131,11 @@ def require_manifest(run_dir: Path) -> Manifest:
 
 def no_run(path: Path) -> str:
     """What a path is that is no run directory."""
+    inner = path / "rollouts"  # where a training keeps them
     what = (
-        "it has no run.json"
+        f"it has no run.json, but {inner} has"
+        if (inner / "run.json").exists()
+        else "it has no run.json"
         if path.is_dir()
         else "it is a file"
         if path.exists()

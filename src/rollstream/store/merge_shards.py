@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -47,7 +48,15 @@ from rollstream.store.paths import RunPaths
 from rollstream.store.records import RecordCodec
 from rollstream.store.recovery import recover
 from rollstream.store.run import Run
-from rollstream.store.scores import Rewards, pass_folder, publish_scores, score_names, score_table
+from rollstream.store.scores import (
+    Rewards,
+    SidecarKind,
+    pass_folder,
+    publish_sidecar,
+    sidecar_names,
+    sidecar_table,
+)
+from rollstream.store.streams import publish_stream
 from rollstream.store.summary import read_status, write_checkpoint
 from rollstream.store.validate import validate_run
 from rollstream.untrusted import read_regular
@@ -223,14 +232,15 @@ def _write(
     if failures:
         journal = JournalFile(paths.failures / "000000.rsj", manifest.run_id_bytes)
         try:
-            journal.append_durably(b"".join(failures))
+            journal.append(b"".join(failures))
         finally:
             journal.close()
     write_file_durably(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(manifest.config)).encode())
     with suppress(FileNotFoundError):
         write_file_durably(paths.tokenizer, read_regular(shards[0].paths.tokenizer))
     write_manifest(folder, manifest)
-    _merge_scores(shards, folder, manifest)
+    for kind in get_args(SidecarKind):
+        _merge_sidecars(shards, folder, manifest, kind)
     state = Run(folder, manifest).state()
     if state.rows:
         merge_batches(paths, manifest.run_id_bytes, cancelled=cancelled)
@@ -238,27 +248,31 @@ def _write(
     return MergedRun(output, len(shards), state.keys.done, state.keys.failed, state.rows)
 
 
-def _merge_scores(shards: Sequence[Run], folder: Path, manifest: Manifest) -> None:
-    """Scores go along, but for those of a name that stands for several rewards."""
+def _merge_sidecars(shards: Sequence[Run], folder: Path, manifest: Manifest, kind: SidecarKind) -> None:
+    """Scores and streams go along, but for those of a name that stands for several rewards or models."""
     by_name: dict[str, list[Run]] = {}
     for shard in shards:
-        for name in score_names(shard.root):
-            by_name.setdefault(name, []).append(Run.open(pass_folder(shard.root, name)))
+        for name in sidecar_names(shard.root, kind):
+            by_name.setdefault(name, []).append(Run.open(pass_folder(shard.root, name, kind)))
     for name, passes in by_name.items():
-        first = passes[0].manifest
-        if len({one.manifest.identity["scores.reward"] for one in passes}) > 1:
-            logger.warning("the scores %r are of several rewards in the shards: they are left out", name)
+        first, of_run = passes[0].manifest, {f"{kind}.run": manifest.run_id}
+        identity = {**first.identity, **of_run}
+        if any({**one.manifest.identity, **of_run} != identity for one in passes):
+            logger.warning("the %s %r are of several makers in the shards: they are left out", kind, name)
             continue
-        paths = RunPaths(pass_folder(folder, name))
+        paths = RunPaths(pass_folder(folder, name, kind))
         paths.root.mkdir(parents=True)
         paths.make_folders()
-        identity = {**first.identity, "scores.run": manifest.run_id}
         write_manifest(paths.root, msgspec.structs.replace(first, identity=identity))
         for number, one in enumerate(passes):
             metadata = batch_metadata(first.run_id_bytes)
             write_tables_durably(paths.batch(number), one.rows(SCHEMA.names), metadata)
         merge_batches(paths, first.run_id_bytes)
-        publish_scores(paths.artifact, score_table(folder, name))
+        table = sidecar_table(folder, name, kind)
+        if kind == "scores":
+            publish_sidecar(paths.artifact, table)
+        else:
+            publish_stream(paths.artifact, table, first)
 
 
 def _merged_manifest(shard: Manifest, output: Path) -> Manifest:

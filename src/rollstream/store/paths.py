@@ -30,6 +30,8 @@ class RunPaths:
         self.journals = root / "journal"
         self.batches = root / "batches"
         self.failures = root / "failed"
+        self.turns = root / "turns"
+        """Made for the first turn."""
         self.logs = root / "logs"
         self.damaged = root / "damaged"
         """Damaged files that were moved out of the way."""
@@ -40,9 +42,9 @@ class RunPaths:
             folder.mkdir(exist_ok=True)
 
     def has_data(self) -> bool:
-        """Whether anything was ever finished here."""
+        """Whether anything was ever finished here, or a turn of it."""
         files = (self.journal_numbers(), self.batch_numbers(), self.failure_files(), missing_batches(self))
-        return self.artifact.exists() or self.damaged.is_dir() or any(files)
+        return self.artifact.exists() or self.damaged.is_dir() or any(files) or bool(self.turn_numbers())
 
     def journal(self, number: int) -> Path:
         """Journal file of this number."""
@@ -65,6 +67,14 @@ class RunPaths:
         return [
             self.failures / f"{number:06d}.rsj" for number in _numbers(_names(self.failures), _JOURNAL_NAME)
         ]
+
+    def turns_file(self, number: int) -> Path:
+        """File of turns of this number."""
+        return self.turns / f"{number:06d}.rsj"
+
+    def turn_numbers(self) -> list[int]:
+        """Numbers of the files of turns there are, ascending."""
+        return _numbers(_names(self.turns), _JOURNAL_NAME)
 
     def next_number(self) -> int:
         """The next number that no batch and no journal file has."""
@@ -99,7 +109,8 @@ def forget_batches(paths: RunPaths, numbers: list[int]) -> None:
 def leftovers(paths: RunPaths) -> list[Path]:
     """Temporary files that an earlier process of this run left; nobody else's."""
     mine = [paths.root / f"{name}.tmp" for name in _WRITTEN_WHOLE]
-    mine += [paths.failures / f"{path.name}.tmp" for path in paths.failure_files()]
+    frames = [*paths.failure_files(), *map(paths.turns_file, paths.turn_numbers())]
+    mine += [path.with_name(f"{path.name}.tmp") for path in frames]
     temporary = rf"({_BATCH_NAME}|_SHA256SUMS)\.tmp"
     return mine + [paths.batches / name for name in _names(paths.batches) if re.fullmatch(temporary, name)]
 

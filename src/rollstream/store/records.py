@@ -1,4 +1,4 @@
-"""How a rollout and a failure become the bytes of a journal frame, and back.
+"""How a rollout, a turn and a failure become the bytes of a journal frame, and back.
 
 The body is zstd(msgpack(map)); arrays travel as little-endian binary (int32 ids, int8 mask, float32
 log-probs), free-form parts as JSON text, so that a frame is turned into Arrow columns without touching
@@ -8,7 +8,7 @@ single tokens in Python.
 import struct
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
@@ -18,7 +18,15 @@ import orjson
 import zstandard
 
 from rollstream.errors import RollstreamError
-from rollstream.trajectory import Failure, Metrics, Rollout, RolloutKey, Trajectory
+from rollstream.trajectory import (
+    Completion,
+    Failure,
+    Message,
+    Metrics,
+    Rollout,
+    RolloutKey,
+    Trajectory,
+)
 
 _COMPRESSION_LEVEL = -1
 """A frame lives until its batch is sealed; it is a fifth larger than at level 1, in a third of the time."""
@@ -62,6 +70,35 @@ class RolloutRecord(msgspec.Struct, frozen=True):
     trajectories: list[TrajectoryRecord]
     finished_at: float | None = None
     """Unix time, seconds: when it was encoded, unless the rollout says."""
+
+
+class TurnRecord(msgspec.Struct, frozen=True):
+    """An answer of the model in a rollout that is not finished, and what has led to it."""
+
+    prompt_key: str
+    after: bytes
+    """Digest of the body of the turn before; empty for the first."""
+    asked: bytes
+    """Names what was asked: the same when it is asked again."""
+    given_ids: list[int]
+    given_messages: list[Message]
+    """Between the answer before and this one."""
+    completion: Completion
+    state: Any
+    """What else the loop keeps, with this turn."""
+    metrics: Metrics
+    """Of the rollout up to here; `total_s` is the time since it was begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTurn:
+    """A turn that was encoded where it was made."""
+
+    key: RolloutKey
+    number: int
+    """Counts within the rollout's attempt, from 0."""
+    body: bytes
+    """Of its frame, see `RecordCodec.encode_turn`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +160,7 @@ _metric_values = attrgetter(*(one.name for one in fields(Metrics)))
 _encoder = msgspec.msgpack.Encoder()
 _rollout_decoder = msgspec.msgpack.Decoder(RolloutRecord)
 _failure_decoder = msgspec.msgpack.Decoder(Failure)
+_turn_decoder = msgspec.msgpack.Decoder(TurnRecord)
 
 
 def json_text(value: Any) -> str:
@@ -137,6 +175,9 @@ def _trajectory_record(trajectory: Trajectory) -> TrajectoryRecord:
             f"lengths differ: {length} response ids, {len(trajectory.response_mask)} mask values, "
             f"{'no' if logprobs is None else len(logprobs)} log-probs"
         )
+    for name, values in trajectory.streams.items():
+        if (count := len(values) if isinstance(values, Sized) else None) != length:
+            raise EncodingError(f"the stream {name!r} has {count} values for {length} response ids")
     return TrajectoryRecord(
         prompt_ids=pack("i", trajectory.prompt_ids),
         response_ids=pack("i", trajectory.response_ids),
@@ -256,6 +297,14 @@ class RecordCodec:
     def decode_failure(self, body: bytes) -> Failure:
         """The inverse of `encode_failure`; raises `ValueError` on anything else."""
         return _failure_decoder.decode(self._decompress(body))
+
+    def encode_turn(self, turn: TurnRecord) -> bytes:
+        """A turn as a frame body."""
+        return self._compressor.compress(_encoder.encode(turn))
+
+    def decode_turn(self, body: bytes) -> TurnRecord:
+        """The inverse of `encode_turn`; raises `ValueError` on anything else."""
+        return _turn_decoder.decode(self._decompress(body))
 
     def _decompress(self, body: bytes) -> bytes:
         try:

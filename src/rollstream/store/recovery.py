@@ -9,6 +9,7 @@ Recovering, in this order:
   moved to `damaged/`;
 - a journal file whose batch is good is deleted; the newest one loses its torn tail and is continued;
   a damaged one is sealed with its whole frames and moved to `damaged/`; the others wait to be sealed;
+- turns of rollouts that are done are deleted;
 - rollouts that only the artifact holds, because batches are gone or damaged, become a batch again;
 - what is then in no file is owed.
 """
@@ -53,6 +54,7 @@ from rollstream.store.paths import (
     quarantine_file,
 )
 from rollstream.store.run import Run
+from rollstream.store.turns import read_places, remove_turns
 
 _RAW_PER_COMPRESSED = 2
 """Ids and log-probs compress to about half; where a continued journal stands need not be exact."""
@@ -87,12 +89,15 @@ def recover(paths: RunPaths, manifest: Manifest) -> RunState:
         restored += _restore_from_artifact(paths, manifest, state, damage)
     known = len(damage)
     unsealed, open_journal, torn = _recover_journals(paths, manifest, damage)
-    for path in paths.failure_files():
-        _recover_failures(path, paths, manifest)
+    turn_files = [*map(paths.turns_file, paths.turn_numbers())]
+    for path in (*paths.failure_files(), *turn_files):
+        recover_frames(path, paths, manifest)
     if restored or len(damage) > known:
         state = Run(paths.root, manifest).state()
     state.unsealed, state.open_journal, state.torn, state.restored = unsealed, open_journal, torn, restored
     state.damage = [*dict.fromkeys([*damage, *state.damage])]
+    state.turns = read_places(paths, manifest.run_id_bytes, state.keys.is_done, [])
+    remove_turns(paths, state.turns)
     return state
 
 
@@ -183,8 +188,8 @@ def _recover_journals(
     return unsealed, None, 0
 
 
-def _recover_failures(path: Path, paths: RunPaths, manifest: Manifest) -> None:
-    """Cuts a torn tail; of a damaged file the whole frames stay."""
+def recover_frames(path: Path, paths: RunPaths, manifest: Manifest) -> None:
+    """Cuts the torn tail of a journal that is not sealed; of a damaged one the whole frames stay."""
     report, run_id = ScanReport(), manifest.run_id_bytes
     frames = [
         encode_frame(frame.index, frame.repeat, frame.rows, frame.body)

@@ -6,10 +6,11 @@ vanished since is looked for in its next form; a rollout that stands in several 
 no damage. Damage is named, and costs the rollouts that it lies in. Nothing that `run.json` names is opened.
 """
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,7 +38,9 @@ from rollstream.store.merge import Artifact
 from rollstream.store.paths import RunPaths, missing_batches
 from rollstream.store.records import RecordCodec, RolloutRecord, scoring_failed
 from rollstream.store.scores import Rewards
-from rollstream.trajectory import Failure
+from rollstream.store.streams import LOOP, LoopStream, RewardStream, Stream
+from rollstream.store.turns import read_places
+from rollstream.trajectory import REWARD_STREAMS, Failure, Metrics, Rollout, Trajectory
 from rollstream.untrusted import read_regular
 
 ARTIFACT: Final = -1
@@ -45,6 +48,11 @@ ARTIFACT: Final = -1
 
 _FRAMES: Final = 256
 """Rollouts of a journal that are read together."""
+
+_OF_ROLLOUT: Final = tuple(one.name for one in fields(Rollout) if one.name != "trajectories")
+_OF_TRAJECTORY: Final = tuple(
+    one.name for one in fields(Trajectory) if one.name not in ("policy_versions", "metrics")
+)
 
 Array = npt.NDArray[Any]
 
@@ -129,10 +137,34 @@ class Run:
         """
         return cls(root, require_manifest(root), scores)
 
-    def rows(self, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """Some columns of all rows; a rollout is whole in one table, and comes once."""
-        for _, table in self._once(columns, KeyStates(self.manifest.n)):
-            yield table.select(columns)
+    def rows(self, columns: Sequence[str], streams: Sequence[str] = ()) -> Iterator[pa.Table]:
+        """Some columns of all rows; a rollout is whole in one table, and comes once.
+
+        Args:
+            columns: stored ones.
+            streams: names of streams, whose values are further columns, such as `stream.teacher`: a list of a number
+                for each response token, null where the stream has none; `step_rewards` and `token_rewards` are those
+                of the rewards, `loop.NAME` those that agent loops gave.
+
+        Raises:
+            RunDirectoryError: there is no such stream.
+            DamageError: a stream cannot be read.
+        """
+        joined = [
+            RewardStream(name)
+            if name in REWARD_STREAMS
+            else LoopStream(name)
+            if name.startswith(LOOP)
+            else Stream(self.root, name)
+            for name in streams
+        ]
+        further = [one.columns for one in joined]
+        read = [*dict.fromkeys(itertools.chain(columns, *further))] if joined else columns
+        for _, table in self._once(read, KeyStates(self.manifest.n)):
+            chosen = table.select(columns)
+            for stream in joined:
+                chosen = chosen.append_column(f"stream.{stream.name}", stream.values_of(table))
+            yield chosen
 
     def find(
         self, index: int | None = None, repeat: int = 0, trajectory: int | None = None
@@ -192,6 +224,7 @@ class Run:
             for frame in scan(path, self.manifest.run_id_bytes, report):
                 state.keys.mark_failed(frame.index, frame.repeat)
             state.damage += [f"failed/{damage}" for damage in report.damage]
+        state.turns = read_places(self.paths, self.manifest.run_id_bytes, state.keys.is_done, state.damage)
         if missing := missing_batches(self.paths):
             merged = Artifact(self.paths, self.manifest.run_id).holds(missing)
             names = [self.paths.batch(number).name for number in missing if number not in merged]
@@ -259,6 +292,18 @@ class Run:
         own = [] if number == ARTIFACT else [self.paths.batch(number), self.paths.journal(number)]
         for _, table in self._read([*own, self.paths.artifact], columns, indices=indices):
             yield table
+
+    def rollouts(self, indices: Array, *, merged: bool = False) -> Iterator[Rollout]:
+        """The rollouts of some prompt rows (sorted), each once; `merged`: also those that the artifact alone has."""
+        given = set[tuple[int, int]]()
+        files = [*self._files(), *([self.paths.artifact] if merged else [])]
+        for path, table in self._read(files, None, indices=indices):
+            chosen = np.isin(column_values(table["index"]), indices)
+            rows = table.filter(to_arrow(chosen)).to_pylist()
+            for key, parts in itertools.groupby(rows, key=lambda row: (row["index"], row["repeat"])):
+                if key not in given:
+                    given.add(key)
+                    yield _rollout([decode_row(row, path) for row in parts])
 
     def _files(self) -> list[Path]:
         """The batches, and the journals that are none yet. These are listed first: one sealed meanwhile is a batch."""
@@ -377,3 +422,15 @@ def _failed_rewards(table: pa.Table) -> int:
     """Rows on which the reward function failed."""
     likely = table.filter(pc.match_substring(table["reward_extra"], '"error":'))
     return sum(scoring_failed(orjson.loads(text)) for text in likely["reward_extra"].to_pylist())
+
+
+def _rollout(rows: Sequence[dict[str, Any]]) -> Rollout:
+    trajectories = [
+        Trajectory(
+            **{name: row[name] for name in _OF_TRAJECTORY},
+            policy_versions=[(run["start"], run["version"]) for run in row["policy_versions"]],
+            metrics=Metrics(**row["metrics"]),
+        )
+        for row in rows
+    ]
+    return Rollout(trajectories=trajectories, **{name: rows[0][name] for name in _OF_ROLLOUT})

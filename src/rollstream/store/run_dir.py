@@ -16,7 +16,7 @@ from rollstream.errors import (
     RunDirectoryError,
     StorageError,
 )
-from rollstream.store.batch import DamagedFileError
+from rollstream.store.batch import DamagedFileError, read_tables
 from rollstream.store.journal import sync_folder, write_file_durably
 from rollstream.store.keys import KeyStates, RunState
 from rollstream.store.lock import RunLock, run_lock
@@ -25,7 +25,6 @@ from rollstream.store.merge import Artifact, merge_batches
 from rollstream.store.paths import RunPaths, forget_batches, missing_batches
 from rollstream.store.recovery import copy_rollouts, quarantine_batch, recover
 from rollstream.store.run import Run
-from rollstream.store.scores import score_folder
 from rollstream.trajectory import LogprobKind
 from rollstream.untrusted import read_regular
 
@@ -47,13 +46,20 @@ class RunDirectory:
         """
         if kind in (None, "none") or kind == self.manifest.logprobs:
             return
-        if self.manifest.logprobs is not None and self.state.keys.done:
+        if self.manifest.logprobs is not None and (self.state.keys.done or self.state.turns):
             raise ConfigError(
                 f"{self.paths.root} has {self.manifest.logprobs} log-probs, and its engine now gives {kind} ones "
                 "(actor_rollout_ref.rollout.logprobs_mode; of servers, --logprobs-mode)"
             )
         self.manifest = msgspec.structs.replace(self.manifest, logprobs=kind)
         write_manifest(self.paths.root, self.manifest)
+
+    def take_scores(self, name: str) -> None:
+        """Makes scores the run's own rewards. Everything is in batches."""
+        if name != self.manifest.scores:
+            self.manifest = msgspec.structs.replace(self.manifest, scores=name)
+            write_manifest(self.paths.root, self.manifest)
+        self.state = recover(self.paths, self.manifest)
 
     def merge(self, *, keep_batches: bool = True, cancelled: Callable[[], bool] = lambda: False) -> int:
         """Merges the batches, in which everything is, into the artifact; returns its rows.
@@ -85,16 +91,25 @@ class RunDirectory:
             self.state = recover(self.paths, self.manifest)
         return rows
 
-    def forget(self, keys: KeyStates) -> None:
+    def forget(self, keys: KeyStates, aside: Path | None = None) -> None:
         """Takes the rollouts that are done in `keys` out of the batches, in which everything is: they are owed again.
 
-        A crash in between leaves rollouts in two batches: those that were to be taken out are still there.
+        `aside` is a folder for the batches as they were. A crash in between leaves rollouts in two batches: those that
+        were to be taken out are still there.
         """
         self.paths.artifact.unlink(missing_ok=True)
-        numbers = self.paths.batch_numbers()
-        for path in map(self.paths.batch, numbers):
+        numbers = list[int]()
+        for number in self.paths.batch_numbers():
+            path = self.paths.batch(number)
+            if not any(keys.are_done(table).any() for table in read_tables(path, ["index", "repeat"])):
+                continue
+            numbers.append(number)
             copy_rollouts(self.paths, self.manifest, path, keys)
-            path.unlink()
+            if aside is None:
+                path.unlink()
+            else:
+                aside.mkdir(exist_ok=True)
+                path.rename(aside / f"{time.time_ns()}-{path.name}")
         forget_batches(self.paths, numbers)
         self.state = recover(self.paths, self.manifest)
 
@@ -190,8 +205,9 @@ def refuse_foreign_data(paths: RunPaths) -> None:
 
 def _create(paths: RunPaths, manifest: Manifest, config_yaml: str) -> None:
     paths.make_folders()
-    if (scores := score_folder(paths.root)).is_dir():  # of a run that was here before
-        scores.rename(paths.logs / f"scores-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    for kind in ("scores", "streams"):
+        if (sidecars := paths.root / kind).is_dir():  # of a run that was here before
+            sidecars.rename(paths.logs / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     paths.tokenizer.unlink(missing_ok=True)
     write_file_durably(paths.root / "config.yaml", config_yaml.encode())
     write_manifest(paths.root, manifest)

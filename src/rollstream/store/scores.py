@@ -4,6 +4,8 @@
     scores/NAME.parquet   key, finished_at, reward and reward_extra of each trajectory, sorted by key: columns of its
                           artifact
 
+    streams/              the same for numbers per token (`rollstream.store.streams`)
+
 A score belongs to the rollout that it was computed of: that of its key which was finished at its time. A rollout
 that is generated again, since a damaged file lost it, is not scored until it is scored itself.
 
@@ -13,11 +15,15 @@ rewards; batches and journals keep what was recorded.
 """
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -39,34 +45,32 @@ from rollstream.store.manifest import read_manifest
 SCORED_COLUMNS = [*KEY_COLUMNS, "finished_at"]
 """What rows need besides their rewards for others to be found."""
 
+SidecarKind = Literal["scores", "streams"]
+"""Numbers for each trajectory, or for each token: the name of their folder."""
+
 _SCHEMA = pa.schema([SCHEMA.field(name) for name in (*SCORED_COLUMNS, "reward", "reward_extra")])
 _CONTENT = b"rollstream.scores"
 """Metadata key of an artifact: the scores that its rewards are of (`Rewards.content`)."""
 
 
-def score_folder(root: Path) -> Path:
-    """Where a run's scores are."""
-    return root / "scores"
+def sidecar_table(root: Path, name: str, kind: SidecarKind = "scores") -> Path:
+    """The file of some scores, or of a stream."""
+    return root / kind / f"{name}.parquet"
 
 
-def score_table(root: Path, name: str) -> Path:
-    """The file of some scores."""
-    return score_folder(root) / f"{name}.parquet"
-
-
-def pass_folder(root: Path, name: str) -> Path:
+def pass_folder(root: Path, name: str, kind: SidecarKind = "scores") -> Path:
     """The run directory of the pass that computes them."""
-    return score_folder(root) / f"{name}.run"
+    return root / kind / f"{name}.run"
 
 
-def is_score_name(name: str) -> bool:
-    """Whether scores can have this name."""
+def is_sidecar_name(name: str) -> bool:
+    """Whether scores and streams can have this name."""
     return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", name) is not None
 
 
-def score_names(root: Path) -> list[str]:
-    """The scores of a run that are complete."""
-    return sorted(path.stem for path in score_folder(root).glob("*.parquet") if is_score_name(path.stem))
+def sidecar_names(root: Path, kind: SidecarKind = "scores") -> list[str]:
+    """The scores or streams of a run that are complete."""
+    return sorted(path.stem for path in (root / kind).glob("*.parquet") if is_sidecar_name(path.stem))
 
 
 class Rewards:
@@ -84,9 +88,9 @@ class Rewards:
         manifest = read_manifest(root)
         self.name = name or (None if manifest is None else manifest.scores)
         self._keeps_recorded = name is None
-        self._path = score_table(root, self.name or "")
+        self._path = sidecar_table(root, self.name or "")
         if self.name is not None and not self._path.exists():
-            known = ", ".join(score_names(root)) or "none"
+            known = ", ".join(sidecar_names(root)) or "none"
             raise RunDirectoryError(f"{root} has no complete scores {self.name!r}; there are: {known}")
 
     @property
@@ -136,7 +140,7 @@ class _Scores:
             pq.ParquetFile(path, page_checksum_verification=True, read_dictionary=["reward_extra"]) as file,
         ):
             table = file.read(use_threads=False).unify_dictionaries()
-        self._keys, self._trajectory, self._finished = rollout_places(table)
+        self._places = rollout_places(table)
         self._reward = column_values(table["reward"])
         chunks = table["reward_extra"].chunks
         codes = [np.from_dlpack(chunk.indices) for chunk in chunks]
@@ -146,14 +150,7 @@ class _Scores:
 
     def apply(self, table: pa.Table, *, keeps_recorded: bool) -> pa.Table:
         """Rows with these rewards; where there are none, as they are or null."""
-        keys, trajectory, finished = rollout_places(table)
-        known = np.zeros(len(table), bool)
-        places = np.zeros(len(table), np.int64)
-        if len(self._keys):
-            # The trajectories of a rollout stand together, from the first one on.
-            places = np.minimum(np.searchsorted(self._keys, keys) + trajectory, len(self._keys) - 1)
-            known = (self._keys[places] == keys) & (self._trajectory[places] == trajectory)
-            known &= self._finished[places] == finished
+        places, known = find_places(self._places, table)
         if "reward" in table.column_names:
             rewards = np.full(len(table), np.nan)
             rewards[known] = self._reward[places[known]]
@@ -178,9 +175,10 @@ def _replaced(
     return table.set_column(at, field, column.dictionary_encode() if coded else column)
 
 
-def rollout_places(
-    table: pa.Table,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.float64]]:
+Places = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.float64]]
+
+
+def rollout_places(table: pa.Table) -> Places:
     """Rollout, trajectory, and when it was finished (0.0 where that is not known) of each row."""
     finished = np.zeros(len(table))
     if "finished_at" in table.column_names:
@@ -189,12 +187,46 @@ def rollout_places(
     return numbers, column_values(table["trajectory"]), finished
 
 
-def publish_scores(artifact: Path, table: Path) -> None:
-    """Makes the file of some scores of the artifact of their pass. Raises `StorageError`."""
+def find_places(places: Places, table: pa.Table) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Where the trajectories of a table stand among `places`, which are sorted by key, and whether they do."""
+    keys, trajectory, finished = rollout_places(table)
+    known, at = np.zeros(len(table), bool), np.zeros(len(table), np.int64)
+    if len(places[0]):
+        # The trajectories of a rollout stand together; the first ones may be in another part of the file.
+        first = np.minimum(np.searchsorted(places[0], keys), len(places[0]) - 1)
+        at = np.clip(first + trajectory - places[1][first], 0, len(places[0]) - 1)
+        known = (places[0][at] == keys) & (places[1][at] == trajectory) & (places[2][at] == finished)
+    return at, known
+
+
+def publish_sidecar(
+    artifact: Path,
+    table: Path,
+    schema: pa.Schema = _SCHEMA,
+    columns: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    said: Mapping[str, pa.DataType] = MappingProxyType({}),
+) -> None:
+    """Makes the file of some scores, or of a stream, of the artifact of their pass. Raises `StorageError`.
+
+    `columns` says which columns of the artifact have another name in the file; those that are `said` are in its
+    `reward_extra`.
+    """
+    names = [(columns or {}).get(name, name) for name in schema.names]
+
+    def made(part: pa.Table) -> pa.Table:
+        chosen = part.select(names).rename_columns(schema.names)
+        texts = [orjson.loads(text) for text in part["reward_extra"].to_pylist()] if said else []
+        for name, kind in said.items():
+            chosen = chosen.append_column(name, pa.array([one.get(name) for one in texts], kind))
+        return chosen
+
     try:
-        write_tables_durably(table, read_tables(artifact, _SCHEMA.names), {}, _SCHEMA)
+        tables = map(made, read_tables(artifact, [*names, *(["reward_extra"] if said else [])]))
+        whole = pa.schema([*schema, *(pa.field(name, kind) for name, kind in said.items())])
+        write_tables_durably(table, tables, dict(metadata or {}), whole)
         forget_old_digests(table)
     except OSError as error:
         raise StorageError(
-            f"cannot write {table}: {error.strerror or error}. What was scored is safe"
+            f"cannot write {table}: {error.strerror or error}. What is done is safe"
         ) from error

@@ -22,7 +22,7 @@ from rollstream.store.manifest import Manifest
 from rollstream.store.merge import Artifact
 from rollstream.store.paths import RunPaths
 from rollstream.store.run import Run, read_checkpoint
-from rollstream.store.scores import score_names
+from rollstream.store.scores import sidecar_names
 from rollstream.trajectory import failure_cause
 
 _MOST_RANGES = 1000
@@ -55,6 +55,8 @@ class RunStatus:
     completed: int
     failed: int
     owed: int | None
+    half_done: int
+    """Of the owed ones: turns of them are kept."""
     unscored: int
     """Completed without a reward."""
     reward_failed: int
@@ -110,6 +112,7 @@ def read_status(root: Path, scores: str | None = None) -> RunStatus:
         completed=done,
         failed=failed,
         owed=None if total is None else total - done - failed,
+        half_done=len(state.turns),
         unscored=unscored,
         reward_failed=state.rewards.unscored,
         mean_reward=state.rewards.mean,
@@ -125,7 +128,7 @@ def read_status(root: Path, scores: str | None = None) -> RunStatus:
         failure_causes=_causes((record.error, record.index, record.repeat) for record in run.failures(state)),
         unscored_causes=_causes(_unscored(run) if unscored else ()),
         scores=scores,
-        all_scores=score_names(root),
+        all_scores=sidecar_names(root),
     )
 
 
@@ -137,22 +140,31 @@ def read_unscored(root: Path, scores: str | None = None) -> Iterator[dict[str, A
     run = Run.open(root, scores)
     for table in run.unscored(["index", "repeat", "data_source", "reward_extra"]):
         for row in table.to_pylist():
-            yield row | {"cause": _unscored_cause(row.pop("reward_extra"), row["data_source"], scores)}
+            cause = _unscored_cause(row.pop("reward_extra"), row["data_source"], scores, _has_function(run))
+            yield row | {"cause": cause}
 
 
-def _unscored_cause(extra: str, source: str, scores: str | None) -> str:
+def _has_function(run: Run) -> bool:
+    return bool((run.manifest.config.get("custom_reward_function") or {}).get("path"))
+
+
+def _unscored_cause(extra: str, source: str, scores: str | None, has_function: bool) -> str:
     error = orjson.loads(extra).get("error")
     if error is not None:
         return str(error)
     missing = f"no reward for data source {source!r}"
+    if (
+        has_function and scores is None
+    ):  # one that raises leaves an error, and one that sees whole groups leaves nothing
+        missing = "its reward sees whole groups: a run's end, or `rollstream score`, scores it here"
     return missing if scores is None else f"not scored by {scores!r} yet, or {missing}"
 
 
 def _unscored(run: Run) -> Iterator[tuple[str, int, int]]:
-    cause_of = lru_cache(_MOST_CAUSES)(_unscored_cause)  # most say the same
+    cause_of, has_function = lru_cache(_MOST_CAUSES)(_unscored_cause), _has_function(run)  # most say the same
     for table in run.unscored(["reward_extra", "data_source", "index", "repeat"]):
         for extra, source, *key in zip(*(column.to_pylist() for column in table.columns), strict=True):
-            yield cause_of(extra, source, run.scores), *key
+            yield cause_of(extra, source, run.scores, has_function), *key
 
 
 def _causes(failures: Iterable[tuple[str, int, int]]) -> list[FailureCause]:
@@ -199,9 +211,9 @@ def refresh_checkpoint(root: Path) -> None:
         write_checkpoint(run.paths, run.manifest, run.state(), total=total)
 
 
-def status_json(status: RunStatus) -> bytes:
-    """The status as JSON."""
-    return orjson.dumps(asdict(status), option=orjson.OPT_INDENT_2)
+def status_json(status: RunStatus, **more: Any) -> bytes:
+    """The status as JSON, with what else is known."""
+    return orjson.dumps({**asdict(status), **more}, option=orjson.OPT_INDENT_2)
 
 
 def read_total(root: Path) -> int | None:

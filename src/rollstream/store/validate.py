@@ -22,8 +22,8 @@ from rollstream.store.paths import RunPaths, missing_batches
 from rollstream.store.records import RecordCodec, RolloutRecord
 from rollstream.store.recovery import quarantine_batch, recover
 from rollstream.store.run import lost_rollouts, promised_rollouts
-from rollstream.store.scores import score_folder
 from rollstream.store.summary import refresh_checkpoint
+from rollstream.store.turns import NO_TURN
 
 _NO_CHECKSUM = "has no checksum"
 
@@ -70,13 +70,14 @@ def validate_run(root: Path) -> Validation:
     journals = [paths.journal(number) for number in paths.journal_numbers() if number not in batches]
     result.journals = len(journals)
     keys = _join([sealed, *(_validate_journal(path, manifest, result) for path in journals)])
-    for path in paths.failure_files():
+    for path in (*paths.failure_files(), *map(paths.turns_file, paths.turn_numbers())):
         _validate_journal(path, manifest, result)
-    for scores in sorted(score_folder(root).glob("*.parquet")):
-        if file_digest(scores) not in recorded_digests(scores).get(scores.name, ()):
-            result.problems.append(
-                f"scores/{scores.name} does not match its checksum; `rollstream score` makes it anew"
-            )
+    for kind, command in (("scores", "score"), ("streams", "annotate")):
+        for table in sorted((root / kind).glob("*.parquet")):
+            if file_digest(table) not in recorded_digests(table).get(table.name, ()):
+                result.problems.append(
+                    f"{kind}/{table.name} does not match its checksum; `rollstream {command}` makes it anew"
+                )
     missing = {*missing_batches(paths)}
     if paths.artifact.exists():
         digests = recorded_digests(paths.artifact)
@@ -178,11 +179,16 @@ def repair_run(root: Path) -> list[str]:
 
 
 def _validate_journal(path: Path, manifest: Manifest, result: Validation) -> Keys:
-    """Checks a journal file of rollouts or of failures; returns the keys of the rollouts' trajectories."""
+    """Checks a journal file of rollouts, failures or turns; returns the keys of the rollouts' trajectories."""
+    turns = path.parents[1] / "turns"
     codec, report, name = RecordCodec(), ScanReport(), f"{path.parent.name}/{path.name}"
     keys: list[tuple[int, int, int]] = []
     for frame in scan(path, manifest.run_id_bytes, report):
         try:
+            if path.parent == turns:
+                if frame.rows != NO_TURN:
+                    codec.decode_turn(frame.body)
+                continue
             record = codec.decode_rollout(frame.body) if frame.rows else codec.decode_failure(frame.body)
         except ValueError as error:
             result.problems.append(f"{name}: frame at offset {frame.offset}: {error}")

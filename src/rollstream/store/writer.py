@@ -25,9 +25,10 @@ from rollstream.aio import finish_despite_cancellation
 from rollstream.errors import StorageError
 from rollstream.store.batch import seal_journal
 from rollstream.store.journal import JournalFile, encode_frame, sync_folder
-from rollstream.store.records import EncodedRollout, EncodingError, RecordCodec
+from rollstream.store.records import EncodedRollout, EncodedTurn, EncodingError, RecordCodec
 from rollstream.store.run_dir import RunDirectory
-from rollstream.trajectory import Failure, Rollout
+from rollstream.store.turns import TurnFiles
+from rollstream.trajectory import Failure, Rollout, RolloutKey
 
 _SEGMENT_BYTES = 64 << 20
 """A journal is closed when its rollouts take this much uncompressed, even with few rows: sealing holds
@@ -41,9 +42,10 @@ _LONGEST_TIMER_S = 1e7
 
 
 class _Pending(NamedTuple):
-    record: EncodedRollout | Failure
+    record: EncodedRollout | EncodedTurn | Failure
     frame: bytes
-    future: "asyncio.Future[None]"
+    future: "asyncio.Future[None] | None"
+    """None of a turn, which nobody waits for."""
 
 
 class StoreWriter:
@@ -78,6 +80,7 @@ class StoreWriter:
         self._journal_number = -1
         self.journal_rows = self._journal_bytes = 0
         self._failure_journal: JournalFile | None = None
+        self._turns = TurnFiles(self._paths, self._run_id, run.state.turns)
         self._closed_rows: dict[int, int] = {}
         """Rows of the journals that are closed and wait to be sealed, by number."""
         self._waiting: deque[_Pending] = deque()
@@ -154,6 +157,16 @@ class StoreWriter:
         self._write_soon()
         return future
 
+    def turns_of(self, key: RolloutKey) -> list[bytes]:
+        """See `TurnStore`."""
+        return self._turns.turns_of(key)
+
+    def keep(self, turn: EncodedTurn) -> None:
+        """See `TurnStore`. One that cannot be kept has broken the writer, which says so elsewhere."""
+        if self._broken is None and not self._closed:
+            self._waiting.append(_Pending(turn, b"", None))
+            self._write_soon(seals_later=False)
+
     def _require_open(self) -> None:
         if self._broken is not None or self._closed:
             raise self._broken or StorageError(f"{self._paths.root} is closed")
@@ -190,7 +203,7 @@ class StoreWriter:
             self._idle.cancel()
         self._write_thread.shutdown()
         self._seal_thread.shutdown()
-        for journal in (self._journal, self._failure_journal):
+        for journal in (self._journal, self._failure_journal, self._turns):
             if journal is not None:
                 journal.close()
         if not self.failed.done():
@@ -203,9 +216,10 @@ class StoreWriter:
 
     # -- in the event loop
 
-    def _write_soon(self, *, rotate: bool = False) -> None:
-        if self._idle is not None:
+    def _write_soon(self, *, rotate: bool = False, seals_later: bool = True) -> None:
+        if self._idle is not None and seals_later:
             self._idle.cancel()
+            self._idle = None
         self._rotates = self._rotates or rotate
         if self._writing is None:
             self._writing = asyncio.ensure_future(self._write())
@@ -215,7 +229,9 @@ class StoreWriter:
         while self._waiting or self._rotates:
             group = self._next_group()
             written = await self._in_thread(self._write_thread, partial(self._write_group, group))
-            for future in (pending.future for pending in group if not pending.future.done()):
+            for future in (pending.future for pending in group):
+                if future is None or future.done():
+                    continue
                 if written:
                     future.set_result(None)
                 else:
@@ -244,7 +260,7 @@ class StoreWriter:
         return rows >= self._save_batch_size or size >= self._segment_bytes
 
     def _start_timer(self) -> None:
-        if self.journal_rows and self._broken is None and not self._closed:
+        if self.journal_rows and self._idle is None and self._broken is None and not self._closed:
             loop = asyncio.get_running_loop()
             self._idle = loop.call_later(self._pull_timeout, partial(self._write_soon, rotate=True))
 
@@ -290,17 +306,19 @@ class StoreWriter:
             if self._journal is None:
                 self._journal_number, self._next_number = self._next_number, self._next_number + 1
                 self._journal = JournalFile(self._paths.journal(self._journal_number), self._run_id)
-            self._journal.append_durably(b"".join(rollouts))
+            self._journal.append(b"".join(rollouts))
+        self._turns.write([pending.record for pending in group])
         if failures:
             if self._failure_journal is None:
                 path = next(reversed(self._paths.failure_files()), self._paths.failures / "000000.rsj")
                 end = path.stat().st_size if path.exists() else None
                 self._failure_journal = JournalFile(path, self._run_id, resume_at=end)
-            self._failure_journal.append_durably(b"".join(failures))
+            self._failure_journal.append(b"".join(failures))
         state = self._run.state
         for record in (pending.record for pending in group):
             if isinstance(record, Failure):
                 state.keys.mark_failed(record.index, record.repeat)
+            if not isinstance(record, EncodedRollout):
                 continue
             if state.keys.mark_done(record.index, record.repeat):
                 state.rewards.add(record.reward, record.scoring_failed)

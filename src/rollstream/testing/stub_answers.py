@@ -132,13 +132,17 @@ def write_reply(
     return body[: len(body) // 2] if fault == "truncate" else body
 
 
-def write_scores(ids: Sequence[int], weight_version: str) -> bytes:
+def write_scores(ids: Sequence[int], weight_version: str, start: int = 0, top_k: int = 0) -> bytes:
     """The body of a reply with the prompt's log-probs: other ones by other weights."""
     digest = crc32(weight_version.encode())
     entries = [
         (None if at == 0 else -((digest + 31 * at) % 97) / 9, token, None) for at, token in enumerate(ids)
     ]
-    return orjson.dumps({"text": "", "output_ids": [], "meta_info": {"input_token_logprobs": entries}})
+    meta: dict[str, Any] = {"input_token_logprobs": [(None, ids[start], None), *entries[start + 1 :]]}
+    if top_k:
+        places = range(start + 1, len(ids))
+        meta["input_top_logprobs"] = [None, *([(-1.0 - at, at, None) for at in range(top_k)] for _ in places)]
+    return orjson.dumps({"text": "", "output_ids": [], "meta_info": meta})
 
 
 def expanded_length(request: ScriptedRequest, image_token_id: int | None) -> int:

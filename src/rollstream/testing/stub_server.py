@@ -50,6 +50,8 @@ class StubModel:
     """Whether it understands images; if not, a request with images is a 400."""
     image_token_id: int | None = None
     """Its placeholder. With it, the prompt tokens that are reported count images' tokens as Qwen2-VL's does."""
+    adapters: int = 0
+    """LoRA adapters that one batch may have."""
 
 
 @dataclass(slots=True)
@@ -126,7 +128,11 @@ class StubServer(HttpStub):
         self.port = port
         self.weight_version = "default"
         """Reported, also with every answer."""
+        self.adapters: dict[str, str] = {}
+        """Folders of the LoRA adapters that it was given, by name."""
         self.stats = StubStats()
+        self.before_scores: Callable[[list[int]], Awaitable[object]] | None = None
+        """Awaited with the ids before their log-probs are sent."""
         self.on_death: Callable[[], None] = self.kill
         """The effect of `Faults.die_after`: here the sockets close at once, as when a process is killed."""
         self._slots = asyncio.Semaphore(sys.maxsize if max_running is None else max_running)
@@ -136,6 +142,8 @@ class StubServer(HttpStub):
             "/generate": self._generate,
             "/abort_request": self._abort,
             "/update_weights_from_disk": self._update_weights,
+            "/load_lora_adapter": self._change_adapters,
+            "/unload_lora_adapter": self._change_adapters,
         }
 
     def kill(self) -> None:
@@ -167,11 +175,15 @@ class StubServer(HttpStub):
             query = orjson.loads(await request.read())
             asked = read_request(query, query.get("rid") or f"stub-{stats.requests}")
             problem = self._find_problem(asked)
-            if not problem and query.get("logprob_start_len", -1) >= 0:
+            if (adapter := query.get("lora_path")) is not None and adapter not in self.adapters:
+                problem = f"LoRA adapter {adapter} is not loaded"
+            if not problem and (start := query.get("logprob_start_len", -1)) >= 0:
                 stats.requests -= 1
-                return web.Response(
-                    body=write_scores(asked.prompt_ids, self.weight_version), content_type="application/json"
-                )
+                if self.before_scores is not None:
+                    await self.before_scores(asked.prompt_ids)
+                top_k = query.get("top_logprobs_num", 0)
+                body = write_scores(asked.prompt_ids, self.weight_version, start, top_k)
+                return web.Response(body=body, content_type="application/json")
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             problem = f"malformed request: {error!r}"
         if problem:
@@ -265,6 +277,17 @@ class StubServer(HttpStub):
         self.weight_version = str(query.get("weight_version") or self.weight_version)
         return json_response({"success": True, "message": "Succeeded to update model weights."})
 
+    async def _change_adapters(self, request: web.BaseRequest) -> web.StreamResponse:
+        query = orjson.loads(await request.read())
+        name, loads = query["lora_name"], request.path == "/load_lora_adapter"
+        if loads == (name in self.adapters):
+            return error_response(400, f"LoRA adapter {name} is loaded already, or is not")
+        if loads:
+            self.adapters[name] = query["lora_path"]
+        else:
+            del self.adapters[name]
+        return json_response({"success": True, "loaded_adapters": self.adapters})
+
     def _report(self, path: str) -> web.Response:
         """The answer of a route that reports."""
         faults, model = self.faults, self.model
@@ -296,6 +319,8 @@ class StubServer(HttpStub):
                         "vocab_size": model.vocab_size,
                         "enable_deterministic_inference": model.seeds,
                         "skip_tokenizer_init": False,
+                        "enable_lora": model.adapters > 0,
+                        "max_loras_per_batch": model.adapters,
                         "version": "stub",
                     }
                 )

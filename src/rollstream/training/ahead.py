@@ -24,7 +24,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rollstream.errors import (
@@ -36,10 +37,12 @@ from rollstream.errors import (
     GroupFailedError,
     PlanEndedError,
     StalenessError,
+    StorageError,
     TrainingError,
     WeightUpdateError,
 )
 from rollstream.rollout.retry import RetryPolicy
+from rollstream.rollout.teachers import Teachers
 from rollstream.training.generation_thread import (
     RETRY,
     STOP_S,
@@ -52,22 +55,28 @@ from rollstream.training.group import (
     Group,
     GroupBatch,
     GroupGenerator,
+    TaughtFirst,
     count_tokens,
     token_versions,
     unscored_share,
 )
-from rollstream.training.plan import Plan
+from rollstream.training.ledger import Ledger, read_ledger
+from rollstream.training.plan import Plan, PlannedGroup
 from rollstream.training.schedule import GroupSchedule, Order
 from rollstream.training.selection import GroupFilter, GroupRank, Policy, TokenBudget
 from rollstream.training.staleness import StalenessRule
+from rollstream.training.store import Resume, StoreFacts, TrainingStore, plain_facts
 from rollstream.training.timing import StepTime, StepTimes, mean
+from rollstream.trajectory import Rollout
+from rollstream.user_calls import in_daemon_thread
 
 OnGroupFailure = Literal["fail", "drop_and_refill"]
 """`fail`: the first group that fails ends generation; `drop_and_refill`: the plan's next one replaces it."""
 
-WeightMode = Literal["drain", "in_flight"]
+WeightMode = Literal["drain", "in_flight", "pinned"]
 """`drain`: an update waits until nothing is being generated; `in_flight`: an update may come in the
-middle of a generation; each token's version says which weights sampled it."""
+middle of a generation; each token's version says which weights sampled it; `pinned`: a rollout ends under the
+LoRA adapter that it began with, and those that begin later have the new one."""
 
 TokenVersions = Literal["check", "ignore"]
 """`check`: a group with tokens older than its stamp has failed; `ignore`: the tokens' stamps mean nothing."""
@@ -120,8 +129,12 @@ class BatchesAhead(GenerationThread):
         batch_size: batches of a dynamic size, in place of `groups_per_step` (which must be its `smallest`);
             with a `max_staleness` of 1 or more.
         token_versions: `ignore` what an engine stamps on tokens that does not know versions.
-        weights: whether weight updates wait for an idle engine.
+        weights: whether weight updates wait for an idle engine, end generations, or leave them alone.
         weight_timeout: seconds for a weight update, that wait included.
+        store: a folder in which each finished rollout is on disk before it counts. After a crash what was finished
+            goes on (`load_state_dict`); None: it is made again.
+        teachers: are asked for the log-probs of each rollout's tokens as soon as it is finished (`Trajectory.streams`),
+            and closed at the end. None: nobody is.
 
     Raises:
         ConfigError: these do not go together.
@@ -148,7 +161,14 @@ class BatchesAhead(GenerationThread):
         token_versions: TokenVersions = "check",
         weights: WeightMode = "drain",
         weight_timeout: float = 300.0,
+        store: TrainingStore | Path | str | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
+        if not isinstance(generator, GroupGenerator):
+            raise ConfigError(
+                f"a {type(generator).__name__} generates groups if it inherits from GroupGenerator; of a coroutine "
+                "function alone CallableGenerator makes a generator"
+            )
         for value, known in (
             (on_group_failure, OnGroupFailure),
             (weights, WeightMode),
@@ -161,10 +181,21 @@ class BatchesAhead(GenerationThread):
         if max_groups_in_flight is not None and max_groups_in_flight < 1:
             raise ConfigError(f"max_groups_in_flight={max_groups_in_flight}: at least 1")
         if group_timeout is None:
-            group_timeout = math.inf if getattr(generator, "bounds_groups", False) else _GROUP_S
+            group_timeout = math.inf if generator.bounds_groups else _GROUP_S
         if group_timeout <= 0:
             raise ConfigError(f"group_timeout={group_timeout}: more than 0 seconds")
+        if store is not None and not generator.group_size:
+            raise ConfigError("store: it keeps groups of a known size, and the generator has no group_size")
         super().__init__()
+        self._store = store if isinstance(store, TrainingStore | None) else TrainingStore(store)
+        self._keeps_itself = generator.keeps_rollouts
+        if self._store is not None:
+            generator.keeper = self._store
+        self._teachers = teachers
+        if teachers is not None:
+            generator.keeper = TaughtFirst(generator.keeper, teachers)
+        self._state: dict[str, Any] = {}  # that was loaded
+        self._replays = True
         rule = StalenessRule(
             groups_per_step,
             max_staleness,
@@ -172,6 +203,9 @@ class BatchesAhead(GenerationThread):
             None if batch_size is None else batch_size.largest,
         )
         budget = None if batch_size is None else batch_size.tokens
+        if weights == "pinned":
+            # Groups begun at an engine's version are trained by then, or within so many steps.
+            generator.pin_weights(max_staleness + 1)
         self._schedule = GroupSchedule(plan, rule, order=order, token_budget=budget)
         self._generator = generator
         self._max_in_flight = math.inf if max_groups_in_flight is None else max_groups_in_flight
@@ -186,7 +220,7 @@ class BatchesAhead(GenerationThread):
         self._rank = rank
         policies: list[Policy] = [*filters, *([] if rank is None else [rank])]
         self._policies = list({id(policy): policy for policy in policies}.values())  # one object may be both
-        self._check_tokens = token_versions == "check"
+        self._check_tokens = token_versions == "check" and not generator.replays
         self._drains = weights == "drain"
         self._weight_timeout = weight_timeout
         self._failures = self._drops = 0  # one after the other
@@ -328,9 +362,21 @@ class BatchesAhead(GenerationThread):
         return batch
 
     def trained(self, step: int) -> None:
-        """Notes that batch `step` was trained: a state saved from now on does not owe it any more."""
+        """Notes that batch `step` was trained: a state saved from now on does not owe it any more.
+
+        Raises:
+            GenerationFailedError: with a store, which generation has closed when it ended.
+        """
+        if self._store is not None:
+            # Before anybody counts on it, and without the lock: the disk may be slow.
+            try:
+                self._store.trained(step, self._schedule.delivered(step), self._schedule.watermark)
+            except StorageError:
+                self.raise_if_over()
+                raise
         with self._changed:
-            for group in self._schedule.trained(step):
+            groups = self._schedule.trained(step)
+            for group in groups:
                 self._tell("observe", group)
             self._moved()
         if self._current is not None and self._current.step == step:
@@ -389,19 +435,39 @@ class BatchesAhead(GenerationThread):
             self._current.weights_s += time.monotonic() - began
             self._current.drain_s += drained - began
 
+    def ledger(self) -> Ledger:
+        """What became of each rollout that was begun, by the store. Reads all of its keys.
+
+        Raises:
+            ConfigError: there is no store.
+        """
+        if self._store is None or (found := read_ledger(self._store.root)) is None:
+            raise ConfigError("these batches have no store: give one by BatchesAhead(store=…)")
+        return found
+
     def state_dict(self) -> dict[str, Any]:
         """The trained positions, and what the plan and the policies have learnt, as JSON values.
 
-        Save it with the weights of the same step. What was delivered and not trained is owed again.
+        Save it with the weights of the same step. What was delivered and not trained is owed again, but for what a
+        store has.
         """
         with self._changed:
             learnt = {
                 policy.name: policy.state_dict() for policy in self._policies if hasattr(policy, "state_dict")
             }
-            return {**self._schedule.state_dict(), "policies": learnt}
+            state = {**self._schedule.state_dict(), "policies": learnt}
+        if self._store is not None:
+            self._store.checkpoint(state["step"])
+            state["store"] = self._store.run_id or self._state.get("store")
+        return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, replay: bool = True) -> None:
         """Goes on after what was trained. Call it before `start(weights=…)`, with the weights of that step.
+
+        Args:
+            state: of `state_dict`.
+            replay: whether batches that were trained after it was saved are trained again from the store, and groups
+                that were finished are used. False: all that is newer is set aside, as for a change of mind.
 
         Raises:
             ConfigError: the state is of another plan; nothing is changed then.
@@ -410,6 +476,7 @@ class BatchesAhead(GenerationThread):
         if self._thread is not None:
             raise TrainingError("load_state_dict comes before start")
         self._schedule.load_state_dict(state)
+        self._state, self._replays = state, replay
         for policy in self._policies:
             if policy.name in state.get("policies", {}) and hasattr(policy, "load_state_dict"):
                 policy.load_state_dict(state["policies"][policy.name])
@@ -418,9 +485,53 @@ class BatchesAhead(GenerationThread):
 
     async def _open(self) -> None:
         await self._generator.start()
+        if self._store is None and self._teachers is None:
+            return
+        facts = await in_daemon_thread(self._generator.store_facts)
+        if self._teachers is not None:
+            await self._teachers.start(None if facts is None else facts.tokenizer)
+        if self._store is not None:
+            facts = facts or plain_facts(self._generator.group_size)
+            made = {} if self._teachers is None else self._teachers.made
+            await self._restore(self._store, replace(facts, streams=made))
+
+    async def _restore(self, store: TrainingStore, facts: StoreFacts) -> None:
+        """Opens the store, and takes up the groups that it has from before a restart."""
+        schedule, generator, size = self._schedule, self._generator, self._generator.group_size
+        settled = schedule.settled
+        resume = Resume(schedule.plan, self.step, settled, self._state.get("store"), self._replays)
+        restored = await store.open(
+            facts,
+            resume,
+            rows=schedule.rule.groups_per_step * size,
+            whole_groups=not self._keeps_itself,
+            keep_turns=generator.keep_turns,
+            prompt_key=generator.prompt_key,
+        )
+        with self._changed:
+            late = schedule.restore(restored.groups, restored.batches, restored.dropped)
+        learns = any(hasattr(one, "observe_dropped") for one in (schedule.plan, *self._policies))
+        async for group in store.filtered(restored.dropped if learns else ()):
+            with self._changed:
+                self._tell("observe_dropped", group)
+        last = schedule.rule.max_staleness
+        await store.set_aside(
+            {
+                group.position: f"begun with version {group.start}, not trained by step {group.start + last}"
+                for group in late
+            }
+        )
 
     async def _close(self) -> None:
-        await self._generator.close()
+        try:
+            await self._generator.close()
+        finally:
+            try:
+                if self._teachers is not None:
+                    await self._teachers.close()
+            finally:
+                if self._store is not None:
+                    await self._store.close()
 
     async def _work(self) -> None:
         async with asyncio.TaskGroup() as running:
@@ -440,6 +551,8 @@ class BatchesAhead(GenerationThread):
                 self._fail(error)
                 return None
             if group is not None:
+                if self._store is not None:
+                    self._store.begin(group)
                 self.counters.begun += 1
                 group.begun_at = time.monotonic()
                 if self._schedule.generating == 1:
@@ -450,7 +563,7 @@ class BatchesAhead(GenerationThread):
         result: Any
         try:
             result, group.attempts = await try_within(
-                lambda: self._generator.generate(group.planned),
+                lambda: self._make(group.planned),
                 str(group),
                 self._retry,
                 self._group_timeout,
@@ -470,6 +583,25 @@ class BatchesAhead(GenerationThread):
                 self._changed.notify_all()
         self._room.set()
 
+    async def _make(self, planned: PlannedGroup) -> Sequence[Any]:
+        """Makes a group's rollouts. Where there is a store, they are in it when this returns; so with teachers."""
+        if self._keeps_itself or (self._store is None and self._teachers is None):
+            return await self._generator.generate(planned)
+        keeper = self._generator.keeper
+        kept = await keeper.kept(planned)
+        if kept.is_whole:
+            return [one for _, one in sorted(kept.results.items())]
+        rollouts = await self._generator.generate(planned)
+        if self._store is not None and len(rollouts) > self._generator.group_size:
+            raise ConfigError(f"store: the generator gave {len(rollouts)} rollouts, more than its group_size")
+        for rollout in rollouts:
+            if not isinstance(rollout, Rollout):
+                raise ConfigError(
+                    f"store and teachers take rollstream.Rollout, the generator gave {rollout!r:.100}"
+                )
+        await asyncio.gather(*(keeper.keep(planned, place, one) for place, one in enumerate(rollouts)))
+        return rollouts
+
     def _settle(self, group: Group, result: Any) -> None:
         """Keeps a group, or has it replaced. What this raises ends generation."""
         if not isinstance(result, Exception):
@@ -482,7 +614,8 @@ class BatchesAhead(GenerationThread):
             group.rollouts, group.tokens = result, count_tokens(result)
             self.counters.finished += 1
             self._failures = 0
-            for policy in self._filters:
+            chosen_before = self._store is not None and self._store.is_whole(group)
+            for policy in () if chosen_before else self._filters:
                 if (reason := policy.drops(group)) is not None:
                     if not isinstance(reason, str):
                         raise ConfigError(f"filter {policy.name!r}: drops() says why, not {reason!r:.100}")
@@ -490,6 +623,8 @@ class BatchesAhead(GenerationThread):
                     self._drop(group, reason)
                     return
             self._drops = 0
+            if self._store is not None:
+                self._store.ended(group)
             rank = float(self.counters.finished) if self._rank is None else self._rank.rank(group)
             self._schedule.finish(group.position, rank=rank, tokens=group.tokens)
 
@@ -510,6 +645,8 @@ class BatchesAhead(GenerationThread):
 
     def _drop(self, group: Group, reason: str) -> None:
         self._schedule.drop(group.position)
+        if self._store is not None:
+            self._store.dropped(group, reason, failed=False)
         self.counters.dropped += 1
         self._failures, self._drops = 0, self._drops + 1
         if self._drops > self._max_drops:
@@ -519,8 +656,8 @@ class BatchesAhead(GenerationThread):
             )
 
     def _replace_failed(self, group: Group, error: Exception) -> None:
-        if self._on_group_failure == "fail" or isinstance(error, EngineLostError):
-            raise error  # no other group would fare better without an engine
+        if self._on_group_failure == "fail" or isinstance(error, EngineLostError | StorageError):
+            raise error  # no other group would fare better without an engine, or a disk
         self._failures += 1
         if self._failures > self._max_failures:
             raise GenerationFailedError(
@@ -528,7 +665,9 @@ class BatchesAhead(GenerationThread):
                 f"{type(error).__name__}: {error}"
             ) from error
         logger.warning("%s failed and is replaced: %s: %s", group, type(error).__name__, error)
-        self._schedule.drop(group.position)
+        self._schedule.drop(group.position, failed=True)
+        if self._store is not None:
+            self._store.dropped(group, f"{type(error).__name__}: {error}", failed=True)
         self.counters.failed += 1
 
     async def _send(self, source: str, version: int, timeout: float) -> None:

@@ -1,6 +1,6 @@
 """Trajectories as padded tensors: by the names of GRPO loops (TRL's), and as verl's DataProto."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,14 @@ import pyarrow as pa
 from rollstream.errors import ConfigError, DataError
 from rollstream.store.batch import SCHEMA
 from rollstream.store.export.dataproto import TENSORS, fill_tensors
-from rollstream.trajectory import Trajectory, sampled_stretches
+from rollstream.trajectory import (
+    REWARD_STREAMS,
+    STREAMS,
+    Trajectory,
+    of_rollout,
+    reward_values,
+    sampled_stretches,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +38,9 @@ def collate(trajectories: Sequence[Trajectory], *, pad_token_id: int = 0) -> "di
     | `tool_mask` | (R, Q), int64 | 1 = sampled by the model; the loss is over `completion_mask * tool_mask` |
     | `sampling_per_token_logps` | (R, Q), float32 | if every row has log-probs; 0.0 where the mask is 0 |
     | `rewards` | (R,), float32 | NaN = not scored |
+    | `step_rewards`, `token_rewards` | (R, Q), float32 | if a reward of any row says them (a turn's on each of its \
+tokens); 0.0 where the mask is 0; a row without them is NaN where it is 1 |
+    | `stream.NAME` | (R, Q), float32 | the same of each stream that rollouts came with, such as `stream.teacher` |
 
     Raises:
         DataError: there are none, or they have no token ids.
@@ -50,6 +60,11 @@ def collate(trajectories: Sequence[Trajectory], *, pad_token_id: int = 0) -> "di
     }
     if "rollout_log_probs" in tensors:
         named["sampling_per_token_logps"] = tensors["rollout_log_probs"]
+    rows = {
+        stream: [reward_values(stream, one.reward_extra, one.response_mask) for one in trajectories]
+        for stream in REWARD_STREAMS
+    }
+    named |= _pad_streams(tensors, {**rows, **_own_streams(trajectories)})
     return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in named.items()}
 
 
@@ -57,11 +72,12 @@ def emission_views(trajectory: Trajectory) -> list[Trajectory]:
     """Splits a trajectory into its engine calls, a trajectory each: every token of a response is sampled.
 
     For loops that train on single calls: `collate([view for one in trajectories for view in emission_views(one)])`.
-    Reward, messages and what else is known stay those of the whole.
+    Each has its own step reward and token rewards. The reward, messages and what else is known stay those of the whole.
     """
     views = []
-    logprobs = trajectory.response_logprobs
-    for start, end in sampled_stretches(trajectory.response_mask):
+    logprobs, mask = trajectory.response_logprobs, trajectory.response_mask
+    steps, tokens = (reward_values(one, trajectory.reward_extra, mask) for one in REWARD_STREAMS)
+    for start, end in sampled_stretches(mask):
         versions = [
             (max(at, start) - start, version)
             for (at, version), (until, _) in zip(
@@ -76,7 +92,15 @@ def emission_views(trajectory: Trajectory) -> list[Trajectory]:
             response_mask=[1] * (end - start),
             response_logprobs=None if logprobs is None else logprobs[start:end],
             policy_versions=versions or [(0, 0)],
+            reward_extra={
+                **trajectory.reward_extra,
+                **({} if steps is None else {"steps": steps[start : start + 1]}),
+                **({} if tokens is None else {"tokens": tokens[start:end]}),
+            },
         )
+        if streams := trajectory.streams:
+            cut = {name: values[start:end] for name, values in streams.items()}
+            view.extra = {**trajectory.extra, STREAMS: cut}
         views.append(view)
     return views
 
@@ -86,9 +110,10 @@ def to_dataproto(
 ) -> Any:
     """A `verl.DataProto` of trajectories in memory: tensors as `rollstream export --format dataproto` has them.
 
-    `rm_scores` are there if every trajectory has a reward. Beside the tensors: `messages`, `finish_reason`,
-    `is_snapshot`, `__num_turns__`, `policy_versions`, `emission_views` (for each engine call the ids that the model
-    saw, and those that it answered), the names of `extra`, those of `reward_extra`, and `uid`.
+    `rm_scores` are there if every trajectory has a reward; `stream.NAME` as `collate` has it. Beside the tensors:
+    `messages`, `finish_reason`, `is_snapshot`, `__num_turns__`, `policy_versions`, `emission_views` (for each engine
+    call the ids that the model saw, and those that it answered), the names of `extra`, those of `reward_extra`, and
+    `uid`.
 
     Args:
         trajectories: at least one.
@@ -109,7 +134,7 @@ def to_dataproto(
     import torch
 
     rewards = sorted({name for one in trajectories for name in one.reward_extra})
-    extras = sorted({name for one in trajectories for name in one.extra} - {*TENSORS})
+    extras = sorted({name for one in trajectories for name in one.extra} - {*TENSORS, STREAMS})
     named: dict[str, list[Any]] = {name: [one.extra.get(name) for one in trajectories] for name in extras}
     named |= {name: [one.reward_extra.get(name) for one in trajectories] for name in rewards}
     named |= {
@@ -120,11 +145,32 @@ def to_dataproto(
     named["emission_views"] = [list(one.generations()) for one in trajectories]
     if uids is not None:
         named["uid"] = list(uids)
+    tensors |= _pad_streams(tensors, _own_streams(trajectories))
     others = {name: as_array(name, values) for name, values in named.items()}
-    meta = {"reward_extra_keys": rewards} if "rm_scores" in tensors else {}
+    keys = sorted({name for one in trajectories for name in of_rollout(one.reward_extra)})
+    meta = {"reward_extra_keys": keys} if "rm_scores" in tensors else {}
     return DataProto.from_dict(
         {name: torch.from_numpy(array) for name, array in tensors.items()}, others, meta
     )
+
+
+def _own_streams(trajectories: Sequence[Trajectory]) -> dict[str, list[list[float] | None]]:
+    """The streams that rollouts came with, by the name that `Run.rows` gives them."""
+    names = sorted({name for one in trajectories for name in one.streams})
+    return {f"stream.{name}": [one.streams.get(name) for one in trajectories] for name in names}
+
+
+def _pad_streams(
+    tensors: dict[str, Any], streams: Mapping[str, Sequence[Sequence[float] | None]]
+) -> dict[str, Any]:
+    """Those streams that a row has; NaN at the sampled tokens of rows that have none."""
+    padded = {}
+    for name, rows in streams.items():
+        if any(row is not None for row in rows):
+            padded[name] = np.where(tensors["response_mask"], np.float32(np.nan), np.float32(0))
+            for into, row in zip(padded[name], rows, strict=True):
+                into[: len(row or ())] = row or ()
+    return padded
 
 
 def as_array(name: str, values: Sequence[Any]) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rollstream.errors import ConfigError
+from rollstream.mismatch import FIGURES, figure_sums, means_of
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -69,23 +70,18 @@ def is_stats(trainer: Any, sampler: Any, mask: Any) -> dict[str, float]:
     """How far the two policies are apart, over all sampled tokens.
 
     Returns:
-        `ratio_mean`, `ratio_min`, `ratio_max` of tokens; estimates of KL(sampler || trainer) per token: `kl`
-        (the mean of log q - log p) and `kl_k3` (of ratio - 1 - log ratio, which is never negative). All 0
-        without sampled tokens.
+        `ratio_mean`, `ratio_min`, `ratio_max` of tokens, and the figures of `rollstream audit`: `kl_k1`, `kl_k3`
+        (estimates of KL(sampler || trainer) per token), `kl_mean_difference`, `kl_beyond_bound`, `kl_ratio_beyond`.
+        All 0 without sampled tokens.
     """
-    _, log_ratio, mask = _log_ratio(trainer, sampler, mask)
-    log_ratio = log_ratio[mask > 0]
-    log_ratio = np.asarray(log_ratio.cpu() if hasattr(log_ratio, "cpu") else log_ratio, np.float64)
-    if not log_ratio.size:
-        return dict.fromkeys(("ratio_mean", "ratio_min", "ratio_max", "kl", "kl_k3"), 0.0)
-    ratio = np.exp(np.clip(log_ratio, -_LOG_RATIO_MAX, _LOG_RATIO_MAX))
-    return {
-        "ratio_mean": float(ratio.mean()),
-        "ratio_min": float(ratio.min()),
-        "ratio_max": float(ratio.max()),
-        "kl": float(-log_ratio.mean()),
-        "kl_k3": float((ratio - 1 - log_ratio).mean()),
-    }
+    lib, log_ratio, flags = _log_ratio(trainer, sampler, mask)
+    ratio = lib.exp(lib.clip(log_ratio[flags > 0], -_LOG_RATIO_MAX, _LOG_RATIO_MAX))
+    if not len(ratio):
+        names = *("ratio_mean", "ratio_min", "ratio_max"), *(f"kl_{name}" for name in FIGURES)
+        return dict.fromkeys(names, 0.0)
+    ratios = {f"ratio_{name}": float(getattr(ratio, name)()) for name in ("mean", "min", "max")}
+    figures = means_of(figure_sums(sampler, trainer, mask))
+    return ratios | {f"kl_{name}": value for name, value in figures.items()}
 
 
 def _log_ratio(trainer: Any, sampler: Any, mask: Any) -> tuple[ModuleType, Any, Any]:

@@ -101,6 +101,11 @@ class Curriculum(Plan):
             before = self._success[group.index]
             self._success[group.index] += _RATE * (np.clip(np.mean(rewards), 0.0, 1.0) - before)
 
+    def restore(self, group: PlannedGroup) -> None:
+        if group.position not in self._decided:
+            self._decided[group.position] = group
+            self._drawn[group.index] = max(self._drawn[group.index], group.epoch + 1)
+
     def forget(self, below: int) -> None:
         self._decided = {position: group for position, group in self._decided.items() if position >= below}
 

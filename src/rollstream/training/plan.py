@@ -51,6 +51,14 @@ class Plan(Protocol):
         """Told that nobody asks for positions under `below` any more."""
         return
 
+    def dropped(self, position: int, *, failed: bool) -> None:
+        """Told that a position is not trained: a filter has thrown its group away, or it has `failed`."""
+        return
+
+    def restore(self, group: PlannedGroup) -> None:
+        """Told, after `load_state_dict`, what was decided for a position after that state was saved."""
+        return
+
     def state_dict(self) -> dict[str, Any]:
         """All that the plan has learnt and decided, as JSON values."""
         return {}

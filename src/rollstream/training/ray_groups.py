@@ -65,7 +65,7 @@ class _GroupActor:
             await self._generator.close()
 
 
-class RayGroups:
+class RayGroups(GroupGenerator):
     """A `GroupGenerator` over actors that each have one.
 
     Args:
@@ -75,8 +75,7 @@ class RayGroups:
         options: of the actors (`num_cpus`, `num_gpus`, …), laid over `num_cpus=1`.
     """
 
-    bounds_groups = False
-    """An actor may hang as a whole: see `BatchesAhead(group_timeout=)`."""
+    bounds_groups = False  # an actor may hang as a whole
 
     def __init__(
         self,

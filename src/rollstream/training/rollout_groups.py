@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
 from rollstream.engine.base import Engine
+from rollstream.engine.continuation import ContinuingEngine
 from rollstream.errors import (
     ConfigError,
     DroppedGroupError,
@@ -12,7 +13,10 @@ from rollstream.errors import (
     TrainingError,
     WeightUpdateError,
 )
+from rollstream.rollout.group_reward import Judge
+from rollstream.rollout.in_workers import WorkerRollouts
 from rollstream.rollout.worker import RolloutWorker
+from rollstream.training.group import GroupGenerator, Kept
 from rollstream.training.plan import PlannedGroup
 from rollstream.trajectory import Failure, PromptRow, Rollout
 
@@ -23,7 +27,7 @@ _IN_FLIGHT = 256
 """Rollouts at once; the configuration's default, and what engines with continuous batching can use."""
 
 
-class RolloutGroups:
+class RolloutGroups(GroupGenerator):
     """A `GroupGenerator` over a rollout worker.
 
     A rollout's `repeat` is `epoch * n + its place in the group`: seeds differ from epoch to epoch, and
@@ -31,7 +35,7 @@ class RolloutGroups:
     each attempt, `EngineAvailability` the time without an engine.
 
     Args:
-        worker: runs the rollouts; or makes the worker, in the event loop that it will run in.
+        worker: runs the rollouts; or makes what does, in the event loop that it will run in.
         load_row: the prompt row of an index of the plan.
         n: rollouts of a group that are begun, > 0.
         first: that many are waited for, and the others are cut off when these are completed; None: all n.
@@ -45,14 +49,14 @@ class RolloutGroups:
             `lambda source, version: hf_engine.load_state_dict(model.state_dict(), version)`.
         max_in_flight: rollouts at once, over all groups.
         on_result: told of every rollout, side calls included, and failure, as to store it; the group waits for it.
+        judge: gives the rollouts of a group their rewards, in place, when all are there.
     """
 
-    bounds_groups = True
-    """No time limit of the generation thread's is needed: see `BatchesAhead(group_timeout=)`."""
+    bounds_groups = keeps_rollouts = True
 
     def __init__(
         self,
-        worker: RolloutWorker | Callable[[], Awaitable[RolloutWorker]],
+        worker: RolloutWorker | Callable[[], Awaitable[RolloutWorker | WorkerRollouts]],
         load_row: Callable[[int], PromptRow],
         n: int,
         *,
@@ -64,6 +68,7 @@ class RolloutGroups:
         push_weights: Callable[[str, int], Awaitable[None]] | None = None,
         max_in_flight: int = _IN_FLIGHT,
         on_result: Callable[[Rollout | Failure], Awaitable[None]] | None = None,
+        judge: Judge | None = None,
     ) -> None:
         wanted = n if first is None else first
         least = wanted if min_rollouts is None else min_rollouts
@@ -76,7 +81,7 @@ class RolloutGroups:
                 f"{late=}, {max_in_flight=}, {deadline=}: 'drop' or 'partial', at least 1, more than 0 seconds"
             )
         self._make_worker = worker
-        self._worker: RolloutWorker | None = None
+        self._worker: RolloutWorker | WorkerRollouts | None = None
         self._load_row = load_row
         self._n = n
         self._wanted = wanted
@@ -87,16 +92,38 @@ class RolloutGroups:
         self._push_weights = push_weights
         self._places = asyncio.Semaphore(max_in_flight)
         self._on_result = on_result
+        self._judge = judge
+        self._versions = 0  # that weights are pinned to
+        self.group_size = n
+
+    def pin_weights(self, versions: int) -> None:
+        """Has rollouts end under the adapter that they began with; before `start`, which checks the engine.
+
+        Args:
+            versions: see `ContinuingEngine.pin_weights`.
+
+        Raises:
+            ConfigError: its engine is not one that goes on after updates, or is given weights elsewhere.
+        """
+        if not isinstance(self._engine, ContinuingEngine) or self._push_weights is not None:
+            raise ConfigError("weights='pinned' needs engine=ContinuingEngine(…), and no push_weights")
+        self._versions = versions
+
+    def prompt_key(self, index: int) -> str:
+        """The key of the prompt row of an index of the plan."""
+        return self._load_row(index).prompt_key
 
     async def start(self) -> None:
         if self._engine is not None:
             await self._engine.start()
+        if self._versions and isinstance(self._engine, ContinuingEngine):
+            self._engine.pin_weights(self._versions)
         made = self._make_worker
         self._worker = made if isinstance(made, RolloutWorker) else await made()
 
     async def generate(self, group: PlannedGroup) -> Sequence[Rollout]:
         name = f"group {group.position} (prompt {group.index})"
-        return await self._group(name, self._load_row(group.index), group.epoch)
+        return await self._group(name, self._load_row(group.index), group.epoch, group)
 
     async def generate_rows(self, rows: Sequence[PromptRow], epoch: int = 0) -> list[Rollout]:
         """A batch of prompt rows in, all their rollouts out, row by row: for loops without a plan.
@@ -115,10 +142,31 @@ class RolloutGroups:
             raise errors.exceptions[0] from None
         return [rollout for group in groups for rollout in group.result()]
 
-    async def _group(self, name: str, row: PromptRow, epoch: int) -> list[Rollout]:
-        done, failures = list[Rollout](), list[Failure]()
-        repeats = range(epoch * self._n, (epoch + 1) * self._n)
-        tasks = [asyncio.create_task(self._run(row, repeat)) for repeat in repeats]
+    async def _group(
+        self, name: str, row: PromptRow, epoch: int, planned: PlannedGroup | None = None
+    ) -> list[Rollout]:
+        kept = Kept() if planned is None else await self.keeper.kept(planned)
+        rollouts = await self._rollouts(name, row, epoch, planned, kept)
+        if self._judge is not None and not kept.is_judged:
+            await self._judge(rollouts)
+            if planned is not None:
+                await self.keeper.keep_rewards(
+                    planned, {one.repeat - epoch * self._n: one for one in rollouts}
+                )
+        return rollouts
+
+    async def _rollouts(
+        self, name: str, row: PromptRow, epoch: int, planned: PlannedGroup | None, kept: Kept
+    ) -> list[Rollout]:
+        failures = list[Failure]()
+        done = [one.without_side_calls() for one in kept.results.values() if isinstance(one, Rollout)]
+        if kept.is_whole or len(done) >= self._wanted:
+            return sorted(done, key=lambda rollout: rollout.repeat)[: self._wanted]
+        tasks = [
+            asyncio.create_task(self._run(row, epoch * self._n + place, planned, place))
+            for place in range(self._n)
+            if place not in kept.results
+        ]
         # A group that has to be whole is hopeless with fewer.
         most_failures = self._n - (self._wanted if self._least == self._wanted else 0)
         late = False
@@ -165,11 +213,16 @@ class RolloutGroups:
         if self._engine is not None:
             await self._engine.close()
 
-    async def _run(self, row: PromptRow, repeat: int) -> Rollout | Failure:
+    async def _run(
+        self, row: PromptRow, repeat: int, planned: PlannedGroup | None, place: int
+    ) -> Rollout | Failure:
         async with self._places:
             if self._worker is None:
                 raise TrainingError("start() comes first")
-            result = await self._worker.run(row, repeat)
+            turns = None if planned is None else self.keeper.turns(planned, place, row.prompt_key)
+            result = await self._worker.run(row, repeat, turns=turns)
+        if planned is not None:
+            result = await self.keeper.keep(planned, place, result)
         if self._on_result is not None:
             await self._on_result(result)
         return result.without_side_calls() if isinstance(result, Rollout) else result

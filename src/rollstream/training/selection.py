@@ -8,7 +8,8 @@ the generator's: `RolloutGroups`.)
 A policy or plan may learn, by methods that it need not have. They are quick: a lock is held.
 
     observe(group)            each group once its batch has been trained, in the order of training
-    observe_dropped(group)    each group that a filter throws away, when it does; it does not come again
+    observe_dropped(group)    each group that a filter throws away, when it does; after a restart those since the saved
+                              state again, from a store, before any other
     state_dict()              what a filter or rank has learnt, as JSON values: saved with what it learnt it from
     load_state_dict(state)    after a restart it knows what it knew then
 """

@@ -93,7 +93,8 @@ class Setup:
     max_staleness: int = 1
     ahead: int = 1
     order: Order = "plan"
-    weights: Literal["drain", "in_flight"] = "drain"
+    weights: Literal["drain", "in_flight", "pinned"] = "drain"
+    """`pinned` is predicted as `in_flight`: nothing waits for an update."""
     dropped: float = 0.0
     """Share of the groups that are thrown away when they are finished, 0 <= share < 1."""
     steps: int = 200

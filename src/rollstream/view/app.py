@@ -17,13 +17,14 @@ from aiohttp import web
 from rollstream.buffer.command import opened
 from rollstream.errors import ConfigError, DamageError, NotFoundError, RunDirectoryError, StorageError
 from rollstream.evaluate.metrics import SOLVED_AT
+from rollstream.evaluate.samples import figures_of_sources
 from rollstream.store.columns import Array, RunColumns
+from rollstream.store.filter import Filter, FilterError, sort_rows
 from rollstream.trajectory import failure_cause
 from rollstream.user_calls import in_daemon_thread
 from rollstream.view import reader
-from rollstream.view.filter import Filter, FilterError, sort_rows
 from rollstream.view.overview import compare, overview, tools
-from rollstream.view.sources import BufferSource, RunSource, Source, Sources, TrainingSource
+from rollstream.view.sources import BufferSource, RunSource, Sources, TrainingSource, ViewSource
 from rollstream.view.tokens import encode_tokens
 from rollstream.web import Access, HTTPError, Request, Route, WebServer, render_json_error
 
@@ -56,6 +57,8 @@ _KEPT: Final = 4
 """Results of filters and sorts that are kept: paging through a list asks for the same again and again."""
 _PATIENCE_S: Final = 10.0
 """A look at all rows that takes longer is given up; a comparison of a million cells takes some milliseconds."""
+_MOST_TEXTS: Final = 200
+"""Rows whose texts are read at once: a screen has fewer."""
 _DROPPED: Final = 100
 _SIGNS: Final = {"won": 1, "tied": 0, "lost": -1}
 """Of b's mean reward less a's."""
@@ -70,6 +73,7 @@ class _Query(msgspec.Struct, kw_only=True):
     filter: str = ""
     sort: str = ""
     columns: str = ""
+    rows: str = ""
     text: str = ""
     cause: str | None = None
     state: str | None = None
@@ -106,13 +110,15 @@ class ViewServer:
         self._sources = Sources(places, solved_at, scores)
         self._solved_at = solved_at
         self._threads = asyncio.Semaphore(_THREADS)
-        self._static = _static_files()
+        self._static = static_files()
         run, row = "/api/runs/{id}", "/api/runs/{id}/trajectories/{row}"
         routes: dict[str, Callable[[Request], Any]] = {
             "/api/sources": lambda _: {"sources": [_described(source) for source in self._sources.all()]},
             run: self._overview,
             f"{run}/rows": self._rows,
+            f"{run}/texts": self._texts,
             f"{run}/groups": self._groups,
+            f"{run}/sources": lambda one: figures_of_sources(self._run(one).columns()),
             f"{run}/tools": lambda one: {"tools": tools(self._run(one).columns(), _patience(one))},
             f"{run}/groups/{{index}}": lambda one: reader.group(
                 self._run(one).columns(), _whole(one, "index")
@@ -184,7 +190,8 @@ class ViewServer:
     def _overview(self, request: Request) -> dict[str, Any]:
         run = self._run(request)
         columns = run.columns()
-        return {**run.describe(whole=True), **overview(columns, run.groups(columns), self._solved_at)}
+        figures = overview(columns, run.groups(columns), self._solved_at)
+        return {**run.describe(whole=True), "settings": run.settings, **figures}
 
     def _select(self, request: Request, columns: RunColumns, query: _Query, sort: str = "") -> Array:
         """Rows that a filter lets through, in order. Raises `FilterError`."""
@@ -210,6 +217,17 @@ class ViewServer:
         rows = [list(row) for row in zip(*cells, strict=True)]
         return {"total": len(selected), "all": columns.rows, "columns": names, "rows": rows}
 
+    def _texts(self, request: Request) -> dict[str, Any]:
+        columns, query = self._run(request).columns(), request.arguments(_Query)
+        try:
+            rows = [row for row in map(int, query.names(query.rows)) if 0 <= row < columns.rows]
+        except ValueError:
+            raise HTTPError(
+                400, f"rows: numbers with commas between them, not {query.rows!r:.40}", where="rows"
+            ) from None
+        chosen = np.array(rows[:_MOST_TEXTS], np.int64)
+        return {"texts": dict(zip(chosen.tolist(), reader.texts(columns, chosen), strict=True))}
+
     def _groups(self, request: Request) -> dict[str, Any]:
         run, query = self._run(request), request.arguments(_Query)
         columns = run.columns()
@@ -233,11 +251,18 @@ class ViewServer:
     def _tokens(self, request: Request) -> web.Response:
         run, row = self._run(request), _whole(request, "row")
         found = reader.find_rollout(run.columns(), row)[row]
+        if isinstance(found["extra"], dict):
+            found["extra"] = {**run.streams_of(found), **found["extra"]}
         return _response(encode_tokens(found, *run.token_text()), "application/octet-stream")
 
     def _compare(self, request: Request) -> dict[str, Any]:
         query = request.arguments(_Query)
-        a, b = (self._sources.get(id, RunSource).columns() for id in (query.a, query.b))
+        runs = [self._sources.get(id, RunSource) for id in (query.a, query.b)]
+        a, b = (run.columns() for run in runs)
+        own, other = (run.settings for run in runs)
+        differs = [
+            [name, own.get(name), other.get(name)] for name in own | other if own.get(name) != other.get(name)
+        ]
         comparison, columns = compare(a, b)
         order = _sorted(columns, query.sort or "-difference")
         if query.outcome is not None:
@@ -246,7 +271,7 @@ class ViewServer:
         cells["prompt_key"] = [key.decode("utf-8", "replace") for key in cells["prompt_key"]]
         first = np.array([int(a.rollout_rows(index)[0]) for index in cells["index_a"]], np.int64)
         rows = _records({**cells, "prompt": reader.prompts(a, first)})
-        return {**comparison, "total": len(order), "rows": rows}
+        return {**comparison, "differs": differs, "total": len(order), "rows": rows}
 
     # -- trainings
 
@@ -255,9 +280,10 @@ class ViewServer:
 
     def _training_groups(self, request: Request) -> dict[str, Any]:
         query = request.arguments(_Query)
-        found = self._training(request).groups(query.after, query.step)
+        training = self._training(request)
+        found = training.groups(query.after, query.step)
         shown = query.page(found)
-        self._sources.link(shown)
+        self._sources.link(training, shown)
         return {"total": len(found), "groups": shown}
 
     # -- streams
@@ -348,18 +374,18 @@ def _patience(request: Request) -> Callable[[], None]:
     return check
 
 
-def _static_files() -> dict[str, tuple[bytes, str]]:
+def static_files() -> dict[str, tuple[bytes, str]]:
     """The page's files, read once: no path of a client's ever reaches the disk."""
     root = Path(str(importlib.resources.files("rollstream.view") / "static"))
     kinds = {path: _TYPES.get(path.suffix, "text/plain; charset=utf-8") for path in root.rglob("*.*")}
     return {path.relative_to(root).as_posix(): (path.read_bytes(), kind) for path, kind in kinds.items()}
 
 
-def _described(source: Source) -> dict[str, Any]:
+def _described(source: ViewSource) -> dict[str, Any]:
     try:
         return source.describe()
     except Exception as error:  # a run.json may say anything: the others are listed all the same
-        return Source.describe(source) | {"state": "damaged", "error": f"{type(error).__name__}: {error}"}
+        return ViewSource.describe(source) | {"state": "damaged", "error": f"{type(error).__name__}: {error}"}
 
 
 def _sorted(columns: Mapping[str, Array], sort: str) -> Array:

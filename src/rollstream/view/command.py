@@ -8,8 +8,10 @@ import secrets
 import socket
 import sys
 import webbrowser
+from pathlib import Path
 
 from rollstream.command_line import Command
+from rollstream.evaluate.command import add_reading
 
 EPILOG = """\
 examples:
@@ -17,6 +19,7 @@ examples:
   rollstream view outputs                       all runs in a folder
   rollstream view outputs/a outputs/b --open    two runs, to compare them
   rollstream view trajectories.parquet http://127.0.0.1:8889
+  rollstream view outputs/demo --export demo.html   one file that any browser opens, to send to somebody
 
 On another machine: ssh -L 8765:127.0.0.1:8765 MACHINE, and open the printed address here. docs/view.md
 
@@ -53,15 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-host", action="append", default=[], metavar="NAME", help="a further name of this machine"
     )
     parser.add_argument(
-        "--solved-at",
-        type=float,
-        default=0.5,
-        metavar="X",
-        help="a reward from here on counts as solved (default: %(default)s)",
+        "--export",
+        type=Path,
+        metavar="FILE.html",
+        help="write the page of one run as a file that needs no server, and end",
     )
-    parser.add_argument(
-        "--scores", metavar="NAME", help="rewards of `rollstream score`, of runs that have them"
-    )
+    add_reading(parser)
     parser.add_argument("--json", action="store_true", help='print {"url", "pid"} when ready')
 
 
@@ -98,6 +98,16 @@ async def _serve(options: argparse.Namespace) -> None:
     token = None if local and not options.token else secrets.token_urlsafe(24)
     access = Access(token=token, allowed_hosts=frozenset(options.allow_host))
     ports = [DEFAULT_PORT, 0] if options.port is None else [options.port]
+    if options.export is not None:
+        from rollstream.view.html_file import export_html
+
+        server = ViewServer(options.places, Access(), options.solved_at, options.scores)
+        url = await server.start("127.0.0.1", 0)
+        try:
+            sys.stdout.write(f"{await export_html(url, options.export)}\n")
+        finally:
+            await server.stop()
+        return
     for port in ports:
         server = ViewServer(options.places, access, options.solved_at, options.scores)
         try:

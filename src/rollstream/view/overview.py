@@ -74,9 +74,15 @@ def group_figures(rows: RunColumns, solved_at: float = SOLVED_AT) -> Groups:
     }
 
 
-def mean_interval(groups: Groups) -> tuple[float | None, list[float] | None]:
-    """The mean reward of all rollouts and its 95 % interval; those of one prompt depend on each other."""
-    estimate = mean_of_sums(groups["total"], groups["scored"])
+@SUMS_MAY_OVERFLOW
+def mean_interval(rows: RunColumns, groups: Groups) -> tuple[float | None, list[float] | None]:
+    """The mean reward of all rollouts and its 95 % interval; those of one prompt depend on each other.
+
+    A training has several groups of a prompt.
+    """
+    keys, which = np.unique(rows["prompt_key"][groups["first"]], return_inverse=True)
+    sums, counts = (np.bincount(which, groups[name], len(keys)) for name in ("total", "scored"))
+    estimate = mean_of_sums(sums, counts)
     return (None, None) if estimate is None else (estimate.mean, _interval(estimate))
 
 

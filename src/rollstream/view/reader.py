@@ -15,6 +15,7 @@ from rollstream.errors import NotFoundError
 from rollstream.store.arrow import column_values
 from rollstream.store.columns import Array, RunColumns
 from rollstream.store.export.files import JSON_COLUMNS
+from rollstream.trajectory import STREAMS
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
@@ -28,8 +29,8 @@ _SHOWN: Final = (
 _ROOM: Final = 1 << 25
 """Characters of JSON in an answer; cells beyond it are cut. A thousand pages of text are a tenth of it."""
 _CUT: Final = 10_000
-_PROMPT: Final = 200
-"""Characters of a prompt in a list."""
+_SHOWN_TEXT: Final = 200
+"""Characters of a text in a list."""
 _MOST_HITS: Final = 1000
 _EVERY_S: Final = 0.2
 _AROUND: Final = 80
@@ -108,6 +109,8 @@ def trajectory(columns: RunColumns, row: int) -> Row:
         "of": len(rollout),
         "siblings": list(rollout),
         **{name: mine[name] for name in _SHOWN},
+        "reward_extra": _without(mine["reward_extra"], "tokens"),
+        "extra": _without(mine["extra"], STREAMS),
         "messages": messages,
         "reward": number(mine["reward"]),
         "metrics": {name: number(value) for name, value in mine["metrics"].items()},
@@ -117,6 +120,13 @@ def trajectory(columns: RunColumns, row: int) -> Row:
         "removed": _removed(before[-1], messages) if before else [],
         "notes": notes,
     }
+
+
+def _without(values: Any, name: str) -> Any:
+    """What there is, without the numbers for each token under a name: these colour the tokens."""
+    if not isinstance(values, dict):
+        return values
+    return {key: one for key, one in values.items() if key != name or not isinstance(one, list | dict)}
 
 
 def _removed(before: Messages, after: Messages) -> Messages:
@@ -144,7 +154,8 @@ def group(columns: RunColumns, index: int) -> Row:
     shared = _prompt_length(as_messages(any_one["messages"])) if finals else 0
     rollouts: list[Row] = [
         {
-            **{name: one[name] for name in ("repeat", "reward_extra", "finish_reason")},
+            **{name: one[name] for name in ("repeat", "finish_reason")},
+            "reward_extra": _without(one["reward_extra"], "tokens"),
             **{"row": [*found][-1], "trajectories": [*found], "reward": number(one["reward"])},
             **{"tokens": one["response_tokens"], "turns": one["num_turns"], "failed": None},
             "messages": as_messages(one["messages"])[shared:],
@@ -176,14 +187,35 @@ def _prompt_length(messages: Messages) -> int:
 
 def prompts(columns: RunColumns, rows: Array) -> list[str | None]:
     """The beginning of the prompt of each row; None where it cannot be read."""
-    found: dict[int, str] = {}
-    for numbers, table in columns.read(rows, ["messages"]):
+    return [None if one is None else one["prompt"] for one in texts(columns, rows)]
+
+
+def texts(columns: RunColumns, rows: Array) -> list[dict[str, str] | None]:
+    """The beginnings of `prompt`, `answer` and `truth` of each row; None where they cannot be read."""
+    found: dict[int, dict[str, str]] = {}
+    for numbers, table in columns.read(rows, ["messages", "ground_truth"]):
         for at in np.flatnonzero(numbers >= 0).tolist():
-            text = table["messages"][at].as_py()
-            messages = as_messages(read_json(text) if len(text) <= _ROOM else cut(text))
-            before = messages[: _prompt_length(messages)]
-            found[int(numbers[at])] = text_of(before[-1])[:_PROMPT] if before else ""
+            cells = [table[name][at].as_py() for name in ("messages", "ground_truth")]
+            messages, truth = (read_json(text) if len(text) <= _ROOM else cut(text) for text in cells)
+            first = _prompt_length(all_messages := as_messages(messages))
+            answers = [one for one in all_messages[first:] if one.get("role") == "assistant"]
+            found[int(numbers[at])] = {
+                "prompt": text_of(all_messages[first - 1])[:_SHOWN_TEXT] if first else "",
+                "answer": _answer_of(answers[-1])[:_SHOWN_TEXT] if answers else "",
+                "truth": ("" if truth is None else truth if isinstance(truth, str) else _as_json(truth))[
+                    :_SHOWN_TEXT
+                ],
+            }
     return [found.get(row) for row in rows.tolist()]
+
+
+def _answer_of(message: Mapping[str, Any]) -> str:
+    """What a message says; if that is nothing, what it thinks and calls."""
+    return text_of({"content": message.get("content")}) or text_of(message)
+
+
+def _as_json(value: Any) -> str:
+    return orjson.dumps(value).decode()
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -194,7 +226,7 @@ def text_of(message: Mapping[str, Any]) -> str:
     calls = message.get("tool_calls")
     called = [_call_text(one) for one in calls] if isinstance(calls, list) else [calls]
     parts = (message.get("reasoning_content"), content, *called)
-    return "\n".join(part if isinstance(part, str) else orjson.dumps(part).decode() for part in parts if part)
+    return "\n".join(part if isinstance(part, str) else _as_json(part) for part in parts if part)
 
 
 def _call_text(call: Any) -> Any:

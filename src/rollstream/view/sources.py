@@ -15,18 +15,24 @@ from statistics import fmean
 from typing import Any, Final, TypeVar
 
 import msgspec
+import numpy as np
+import pyarrow as pa
 
 from rollstream.buffer.store.sqlite import FILE as DATABASE
 from rollstream.chat.token_text import TokenText, read_token_text
-from rollstream.errors import ConfigError, NotFoundError, RunDirectoryError
+from rollstream.errors import ConfigError, NotFoundError, RollstreamError, RunDirectoryError
 from rollstream.evaluate.metrics import SOLVED_AT
+from rollstream.store.arrow import to_arrow
 from rollstream.store.columns import RunColumns
 from rollstream.store.lock import is_locked
 from rollstream.store.manifest import Manifest, read_manifest, shard_group
 from rollstream.store.run import Run, read_checkpoint
-from rollstream.store.scores import score_names
+from rollstream.store.scores import SCORED_COLUMNS, sidecar_names
+from rollstream.store.streams import Stream
+from rollstream.trajectory import REWARD_STREAMS, STREAMS, reward_values
 from rollstream.untrusted import open_regular, read_regular
 from rollstream.view.overview import Groups, group_figures, mean_interval
+from rollstream.view.reader import Row
 
 TRAINING_FILE: Final = "trainer_state.json"
 GROUPS_FILE: Final = "rollstream_groups.jsonl"
@@ -51,10 +57,10 @@ _DESCRIBED: Final = (
     *("tokens", "started", "state", "error"),
 )
 
-S = TypeVar("S", bound="Source")
+S = TypeVar("S", bound="ViewSource")
 
 
-class Source:
+class ViewSource:
     """One thing that can be opened; `id` is the same for the same path."""
 
     kind = "source"
@@ -70,7 +76,7 @@ class Source:
         return dict.fromkeys(_DESCRIBED) | {"id": self.id, "kind": self.kind, "name": name, "path": path}
 
 
-class BufferSource(Source):
+class BufferSource(ViewSource):
     """A buffer, by its folder or its URL; the URL may hold its token, which is not shown."""
 
     kind = "buffer"
@@ -80,7 +86,7 @@ class BufferSource(Source):
         self.address = address or path
 
 
-class DamagedSource(Source):
+class DamagedSource(ViewSource):
     """A run whose `run.json` cannot be read."""
 
     kind = "run"
@@ -101,7 +107,7 @@ class _TrainedBatch(msgspec.Struct):
     groups: list[dict[str, Any]]
 
 
-class TrainingSource(Source):
+class TrainingSource(ViewSource):
     """The folder of a trainer: the log in its newest `trainer_state.json`, and the groups that it trained on."""
 
     kind = "training"
@@ -142,7 +148,7 @@ class TrainingSource(Source):
         return [batches[first] for first in sorted(batches)]
 
 
-class RunSource(Source):
+class RunSource(ViewSource):
     """A run, in one directory or several shards, or an exported Parquet file. It is read when it is asked for."""
 
     def __init__(self, name: str, parts: Sequence[Run | Path], solved_at: float) -> None:
@@ -168,6 +174,11 @@ class RunSource(Source):
     def manifest(self) -> Manifest | None:
         """Of its first part."""
         return self._parts[0].manifest if isinstance(self._parts[0], Run) else None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that decides its data, by name: its identity. Empty of a file."""
+        return {} if self.manifest is None else dict(self.manifest.identity)
 
     def close(self) -> None:
         """Forgets what was read; the next one who asks reads it anew."""
@@ -207,13 +218,31 @@ class RunSource(Source):
                 self._text = (None, str(error))
         return self._text
 
+    def streams_of(self, row: Row) -> dict[str, list[float]]:
+        """The values of a trajectory's streams, as columns of `tokens` are called."""
+        own = row["extra"].get(STREAMS) if isinstance(row["extra"], dict) else None
+        found = {f"{name}_logprob": values for name, values in own.items()} if isinstance(own, dict) else {}
+        if isinstance(row["reward_extra"], dict):
+            for stream in REWARD_STREAMS:
+                if values := reward_values(stream, row["reward_extra"], row["response_mask"].as_py()):
+                    found[stream] = values
+        table = pa.table({name: to_arrow(np.array([row[name] or 0])) for name in SCORED_COLUMNS})
+        for root in (part.root for part in self._parts if isinstance(part, Run)):
+            for name in sidecar_names(root, "streams"):
+                with contextlib.suppress(
+                    RollstreamError, OSError
+                ):  # a damaged one takes nothing from the page
+                    if (values := Stream(root, name).values_of(table)[0].as_py()) is not None:
+                        found[f"{name}_logprob"] = values
+        return found
+
     def state(self) -> dict[str, Any]:
         """What changes while a run goes on."""
         columns = self.columns()
         groups, content = self.groups(columns), self._content or []
         failed, done = len(columns.failures()), int(groups["size"].sum())
         total = self._checkpoint().get("total")
-        mean, interval = mean_interval(groups)
+        mean, interval = mean_interval(columns, groups)
         state = self._state(total, done + failed)
         return {
             "done": done,
@@ -241,12 +270,12 @@ class RunSource(Source):
         """What the list says of it; `whole`: also if a large run has to be read for that."""
         line, counts, manifest = super().describe(), self._checkpoint(), self.manifest
         if manifest is not None:
-            rows = manifest.identity.get("data.rows.count")  # of the files: a run may take some of them
+            rows = manifest.identity.get("data.rows.count")  # of the files, of which a run may take some
             line |= {
                 "model": manifest.setting("actor_rollout_ref", "model").get("path"),
                 "n": manifest.n,
                 "logprobs": manifest.logprobs_text or None,
-                "prompts": counts["total"] // manifest.n if counts.get("total") else rows,
+                "prompts": counts["total"] // manifest.n if counts.get("total") else rows or None,
                 "started": calendar.timegm(time.strptime(manifest.created, "%Y-%m-%dT%H:%M:%SZ")),
             }
         if whole or self.rows or counts.get("rows", 0) <= _SMALL:
@@ -279,10 +308,10 @@ class Sources:
             if not _is_url(place) and not Path(place).exists():
                 raise ConfigError(f"{place}: there is no such file or folder")
         self._places, self._solved_at, self._scores = places, solved_at, scores
-        self._known: dict[str, Source] = {}
+        self._known: dict[str, ViewSource] = {}
         self._lock = threading.Lock()
 
-    def all(self) -> list[Source]:
+    def all(self) -> list[ViewSource]:
         """Looks again; what is gone from the disk is not there any more."""
         with self._lock:
             sources, known = {source.id: source for source in self._find()}, self._known
@@ -320,15 +349,24 @@ class Sources:
         if len(sources) == 1 and isinstance(sources[0], RunSource):
             sources[0].groups(sources[0].columns())
 
-    def link(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Adds to groups of a training where a run that is open has rollouts of the same prompt: `runs`."""
+    def link(self, training: TrainingSource, groups: Sequence[dict[str, Any]]) -> None:
+        """Adds to groups of a training where their rollouts are, and where a run that is open has some of the same
+        prompt: `runs`.
+        """
+        runs = [source for source in self._known.values() if isinstance(source, RunSource)]
+        stores = [run for run in runs if _is_store(Path(run.path), Path(training.path))]
+        for group in groups:
+            if isinstance(position := group.get("position"), int) and stores:
+                group["runs"] = [{"id": run.id, "name": run.name, "index": position} for run in stores]
         for run in self._open_runs():
+            if run in stores:
+                continue
             indices = run.columns().prompts([str(group.get("prompt_key")) for group in groups])
             for group, index in zip(groups, indices, strict=True):
                 if index is not None:
                     group.setdefault("runs", []).append({"id": run.id, "name": run.name, "index": index})
 
-    def _find(self) -> Iterator[Source]:
+    def _find(self) -> Iterator[ViewSource]:
         shards: dict[bytes, list[Run | Path]] = {}
         for place in self._places:
             if _is_url(place):
@@ -350,10 +388,10 @@ class Sources:
             more = f" and {len(parts) - 1} more shards" if len(parts) > 1 else ""
             yield RunSource(f"{_root(parts[0]).name}{more}", parts, self._solved_at)
 
-    def _at(self, path: Path, name: str, shards: dict[bytes, list[Run | Path]]) -> Iterator[Source]:
+    def _at(self, path: Path, name: str, shards: dict[bytes, list[Run | Path]]) -> Iterator[ViewSource]:
         manifest = read_manifest(path)
         if manifest is not None:
-            scores = self._scores if self._scores in score_names(path) else None
+            scores = self._scores if self._scores in sidecar_names(path) else None
             part = Run(path, manifest, scores)
             if (group := shard_group(manifest)) is not None:
                 shards.setdefault(group, []).append(part)
@@ -363,6 +401,11 @@ class Sources:
             yield BufferSource(name, str(path))
         if training_log(path) is not None or (path / GROUPS_FILE).is_file():
             yield TrainingSource(name, str(path))
+
+
+def _is_store(run: Path, training: Path) -> bool:
+    """Whether a run directory is the store of a training's rollouts, by its place in the trainer's folder."""
+    return run.parent == training and (run / "training").is_dir()
 
 
 def _root(part: Run | Path) -> Path:

@@ -137,15 +137,18 @@ def trainer(
     env: Any = None,
     reward_funcs: Any = None,
     eval_dataset: Any = None,
+    model: Any = None,
+    peft_config: Any = None,
     **changed: Any,
 ) -> Recording:
-    model, tokenizer = load()
+    demo, tokenizer = load()
     return Recording(
-        model,
+        demo if model is None else model,
         env or environment(folder),
         settings(folder, **changed),
         train_dataset=dataset,
         eval_dataset=eval_dataset,
         reward_funcs=reward_funcs,
         processing_class=tokenizer,
+        peft_config=peft_config,
     )

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from demo_model.problems import Split, enumerate_pairs
 from examples.edit_context import train as example
 from rollstream.integrations.trl.groups import EnvironmentGroups
-from tests.compat.trl.parts import Recording, environment, load, rows, settings, trainer
+from tests.compat.trl.parts import MODEL, Recording, environment, load, rows, settings, trainer
 
 PROBLEMS = list(enumerate_pairs(2, Split.TRAIN))[:12]
 
@@ -37,6 +37,8 @@ def main(folder: Path, mode: str) -> None:
             per_device_train_batch_size=8 // ranks,
             per_device_eval_batch_size=8 // ranks,
             eval_dataset=rows(3),
+            teacher=str(MODEL),
+            distill_coef=0.1,
             **options,
         )
     )
@@ -73,6 +75,11 @@ def main(folder: Path, mode: str) -> None:
         for entry in made.state.log_history
         if "rollstream/trajectories" in entry
     ]
+    said["kl"], said["teacher"] = (
+        [entry[f"rollstream/{name}"] for entry in made.state.log_history if f"rollstream/{name}" in entry]
+        for name in ("kl_k3", "teacher_k3")
+    )
+    said["advantages"] = [list(output["advantages"].shape) for output in made.outputs]
     said["rewards"] = [entry["reward"] for entry in made.state.log_history if "reward" in entry]
     said["weights"] = float(sum(parameter.double().abs().sum() for parameter in made.model.parameters()))
     said["threads"] = torch.get_num_threads()

@@ -46,7 +46,11 @@ def run_rank(rank: int, ranks: int, port: int, folder: Path, mode: str) -> None:
 
 
 def run_ranks(folder: Path, ranks: int, mode: str) -> list[dict[str, Any]]:
-    """What each process wrote; all end soon, whoever fails, and do not wait for what will never come."""
+    """What each process wrote; all end soon, whoever fails.
+
+    In mode "waiting" a process waits for what never comes, until the launcher ends it. In the others each ends by
+    itself: a signal could come when its training is over and its file not yet written.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [
         FORKS.Process(target=run_rank, args=(i, ranks, store.port, folder, mode)) for i in range(ranks)
@@ -55,9 +59,9 @@ def run_ranks(folder: Path, ranks: int, mode: str) -> list[dict[str, Any]]:
     try:
         for process in processes:
             process.start()
-        wait([process.sentinel for process in processes], ENDED_WITHIN_S)
-        if any(process.exitcode for process in processes):  # torchrun ends the others, too
-            for process in processes:
+        if mode == "waiting":
+            wait([process.sentinel for process in processes], ENDED_WITHIN_S)
+            for process in processes:  # as torchrun does
                 process.terminate()
         for process in processes:
             process.join(max(0, deadline - time.monotonic()))
@@ -78,9 +82,11 @@ def test_each_process_trains_its_slice(ranks: int, tmp_path: Path) -> None:
     for one in said:
         assert one["given"] == one["sampled"]  # what TRL's sampler dealt to this process
         assert len(one["given"]) == 3 and {len(batch) for batch in one["given"]} == {8 // ranks}
+        assert {size for size, _ in one["advantages"][:3]} == {8 // ranks}  # of tokens: there is a teacher
     assert len({one["weights"] for one in said}) == 1
+    assert len(said[0]["teacher"]) == 3 and abs(said[0]["teacher"][0]) < 1e-6
     assert len(said[0]["rows"]) == 3 and not any(one["rows"] for one in said[1:])
-    assert len(said[0]["rewards"]) == 3
+    assert len(said[0]["rewards"]) == len(said[0]["kl"]) == 3 and abs(said[0]["kl"][0]) < 1e-9
     # Three rows of two rollouts: what fills up the batch of eight is not evaluated.
     assert {one["evaluated"]["eval_rollstream/rollouts"] for one in said} == {6}
     assert {one["evaluated"]["eval_rollstream/failed"] for one in said} == {0}

@@ -57,3 +57,31 @@ def test_what_other_functions_score_is_scored(tmp_path: Path) -> None:
     assert logged["rollstream/unscored"] == 0 and logged["reward"] > 0
     with pytest.raises(ConfigError, match=r"nothing gives a reward.*unknown.*reward_funcs"):
         trainer(tmp_path, rows(ROWS), env=alone, max_steps=1).train()
+
+
+def test_a_reward_that_sees_groups(tmp_path: Path) -> None:
+    """Each group is compared once, evaluations too, and its store has what a restart and a replay need."""
+    env = environment(tmp_path)
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    assert len(set(ground_truths)) == 1 and len(solution_strs) == 2\n"
+        '    return [{"score": float(at), "of": len(solution_strs)} for at in range(len(solution_strs))]\n'
+    )
+    saved = {"save_strategy": "steps", "save_steps": 1, "num_generations_eval": 2}
+    made = trainer(tmp_path, rows(ROWS), env=env, max_steps=2, eval_dataset=rows(4), **saved)
+    made.train()
+    assert made.evaluate()["eval_reward"] == pytest.approx(0.5)
+    assert [entry["reward"] for entry in made.state.log_history if "reward" in entry] == [0.5, 0.5]
+    for output in made.outputs:
+        assert sorted(output["advantages"].sign().tolist()) == [-1.0] * 4 + [1.0] * 4
+    replayed = trainer(
+        tmp_path / "again",
+        rows(ROWS),
+        env=env,
+        max_steps=2,
+        rollout_replay=str(tmp_path / "out" / "rollouts"),
+    )
+    replayed.train()
+    assert [one["advantages"].tolist() for one in replayed.outputs] == [
+        one["advantages"].tolist() for one in made.outputs[:2]
+    ]

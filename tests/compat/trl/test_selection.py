@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 pytest.importorskip("trl")
 
 from rollstream.errors import ConfigError
+from rollstream.integrations.trl import groups
+from rollstream.integrations.trl.environment import read_row
 from rollstream.integrations.trl.plan import make_plan, make_policies
 from rollstream.training import Curriculum, Group, PlannedGroup, TokenBudget
 from tests.compat.trl.parts import Recording, environment, rows, settings, trainer
@@ -135,3 +138,67 @@ def test_batches_grow_to_their_tokens(tmp_path: Path) -> None:
     made.train()
     assert [len(batch) for batch in made.trained_rows] == [14, 14]
     assert [len(output["advantages"]) for output in made.outputs] == [14, 14]
+
+
+def test_sources_have_their_shares_and_one_that_fails_is_paused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = []
+    for name, text, more in (
+        ("easy", "{at} + 1 =", "weight:2"),
+        ("hard", "{at} + 99 =", "weight:1"),
+        ("long", "{at} is too long for a prompt" * 60, "weight:1,max_failed_share:0.2"),
+    ):
+        lines = [orjson.dumps({"prompt": text.format(at=at), "answer": str(at)}) for at in range(10)]
+        (tmp_path / f"{name}.jsonl").write_bytes(b"\n".join(lines))
+        parts.append(f"{{name:{name},train_files:{tmp_path / name}.jsonl,{more}}}")
+    env = environment(tmp_path, "hf", f"data.sources=[{','.join(parts)}]")
+    made: Recording = trainer(tmp_path, None, env=env, max_steps=4)
+    made.train()
+    dataset = env.dataset()
+    trained = [[read_row(dataset[row]).columns["source"] for row in batch] for batch in made.trained_rows]
+    assert all(len(batch) == 8 and "long" not in batch for batch in trained)
+    assert 18 <= sum(batch.count("easy") for batch in trained) <= 24  # of 32: two thirds
+    assert "groups of long failed (max_failed_share=0.2)" in caplog.text
+    logged = [entry for entry in made.state.log_history if "reward" in entry]
+    assert len(logged) == 4 and all(0.5 <= entry["rollstream/easy/share"] <= 0.75 for entry in logged)
+    assert "rollstream/hard/reward" in logged[0] and logged[0]["rollstream/easy/failed"] == 0
+    with pytest.raises(ConfigError, match=r"curriculum='easy_to_hard' and data\.sources"):
+        trainer(tmp_path, None, env=env, curriculum="easy_to_hard")
+
+
+def test_a_mixture_that_is_resumed_has_the_batches_that_it_would_have_had(tmp_path: Path) -> None:
+    parts = []
+    for name, weight in (("easy", 0.7), ("hard", 0.3)):
+        lines = [orjson.dumps({"prompt": f"{name} {at} + 1 =", "answer": str(at + 1)}) for at in range(10)]
+        (tmp_path / f"{name}.jsonl").write_bytes(b"\n".join(lines))
+        parts.append(f"{{name:{name},train_files:{tmp_path / name}.jsonl,weight:{weight}}}")
+    words = ("hf", f"data.sources=[{','.join(parts)}]")
+    changed = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
+    whole = trainer(tmp_path, None, env=environment(tmp_path, *words), **changed)
+    whole.train()
+    resumed = trainer(tmp_path, None, env=environment(tmp_path, *words), rollout_store=None, **changed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert len(whole.trained_rows) == 5 and resumed.trained_rows == whole.trained_rows[2:]
+
+
+def test_a_rollout_that_waits_for_its_source_has_its_time_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [orjson.dumps({"prompt": f"{at} + 1 =", "answer": str(at + 1)}) for at in range(10)]
+    (tmp_path / "few.jsonl").write_bytes(b"\n".join(lines))
+    source = f"{{name:few,train_files:{tmp_path}/few.jsonl,max_in_flight:1}}"
+    plain, timed, most = groups.within, list[Any](), list[int]()
+
+    async def within(running: Any, *how: Any) -> Any:
+        timed.append(running)
+        most.append(len(timed))
+        try:
+            return await plain(running, *how)
+        finally:
+            timed.remove(running)
+
+    monkeypatch.setattr(groups, "within", within)
+    made = trainer(tmp_path, None, env=environment(tmp_path, "hf", f"data.sources=[{source}]"), max_steps=1)
+    made.train()
+    assert len(most) >= 8 and max(most) == 1

@@ -11,6 +11,8 @@ import torch
 
 from examples.edit_context import train as example
 from rollstream.integrations.trl.rows import BatchRows
+from rollstream.store.run import Run
+from rollstream.trajectory import sampled_stretches
 from tests.compat.trl.parts import Recording, load, settings
 from tests.compat.trl.ranks_main import PROBLEMS
 
@@ -121,3 +123,53 @@ def test_rows_that_fill_up_have_no_weight_in_any_loss(
     real = rows(slice(0, trained))
     real.pop("row_scale", None)
     assert torch.allclose(split, gradient([real], 1), rtol=1e-3, atol=1e-6)
+
+
+STEPS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info, trajectory):
+    turns = [ids for _, ids in trajectory.generations()]
+    tokens = [float(token) for token in trajectory.response_ids]
+    return {"score": 0.0, "steps": [float(len(ids)) for ids in turns], "tokens": tokens}
+"""
+
+
+def test_step_and_token_rewards_are_advantages_of_tokens(edits: Any, tmp_path: Path) -> None:
+    """All scores are equal, so what is left is what turns and tokens add."""
+    (tmp_path / "steps.py").write_text(STEPS)
+    words = (
+        f"custom_reward_function.path={tmp_path / 'steps.py'}",
+        "custom_reward_function.name=compute_score",
+    )
+    trainer = make(
+        tmp_path / "run",
+        edits,
+        *words,
+        max_steps=1,
+        step_reward_weight=2.0,
+        step_reward_gamma=0.0,
+        token_reward_weight=0.001,
+        scale_rewards="none",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=3,
+        sampler_correction="truncate",
+    )
+    trainer.train()
+    (output,), (rows,) = trainer.outputs, trainer.taken
+    assert rows.snapshots and output["advantages"].shape == output["completion_ids"].shape
+    ids, mask = rows.fields["completion_ids"], rows.fields["env_mask"]
+    lengths = [[end - start for start, end in sampled_stretches(one)] for one in mask]
+    compared = 0
+    for place, own in enumerate(lengths):
+        group = lengths[place - place % 4 :][:4]
+        begins = [start for start, _ in sampled_stretches(mask[place])]
+        for number, (start, length) in enumerate(zip(begins, own, strict=True)):
+            same = [one[number] for one in group if len(one) > number]
+            wanted = 2.0 * (length - sum(same) / len(same)) + 0.001 * ids[place][start]
+            assert float(output["advantages"][place][start]) == pytest.approx(wanted, rel=0.05, abs=1e-3)
+            compared += length != sum(same) / len(same)
+    assert compared
+    store = Run.open(tmp_path / "run" / "out" / "rollouts")
+    kept = [row for table in store.rows(["is_snapshot"], ["step_rewards"]) for row in table.to_pylist()]
+    assert kept and all((row["stream.step_rewards"] is None) == row["is_snapshot"] for row in kept)
+    # Snapshots have the outcome's reward, without steps of their own.
+    assert not output["advantages"][12 : 12 + len(rows.snapshots)].any()

@@ -1,7 +1,6 @@
 """`GRPOEnvTrainer` on the real TRL: which prompts, which log-probs, what survives a stop, what is logged."""
 
 import asyncio
-import contextlib
 import itertools
 import json
 import math
@@ -20,8 +19,8 @@ from accelerate import Accelerator
 from datasets import Dataset
 from transformers import IntervalStrategy, TrainerCallback
 from trl import GRPOConfig
-from trl.trainer import grpo_trainer
 
+from rollstream import mismatch
 from rollstream.agent.single_turn import SingleTurnAgent
 from rollstream.errors import ConfigError, GenerationFailedError, WeightUpdateError
 from rollstream.integrations.trl import GRPOEnvTrainer, RolloutEnvironment, groups
@@ -193,6 +192,36 @@ def test_what_a_correction_does_to_the_gradient(
     assert torch.allclose(gradient(shift), weight * plain, rtol=1e-3, atol=1e-6)
 
 
+def test_the_sampler_is_compared_with_the_trainer(run: Any) -> None:
+    """The engine has the trainer's own weights: apart are those that a step has changed meanwhile."""
+    logged = [entry for entry in run.state.log_history if "rollstream/wait_s" in entry]
+    assert abs(logged[0]["rollstream/kl_k3"]) < 1e-9
+    assert logged[0]["rollstream/kl_mean_difference"] < 1e-4 > logged[0]["rollstream/kl_beyond_bound"]
+    assert any(entry["rollstream/kl_k3"] > 1e-9 for entry in logged[1:])
+
+
+def test_the_comparison_is_that_of_audit_and_costs_no_forward(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Accelerator()
+    output, plain, forwards = {**run.outputs[0]}, run._forward, []
+    output["sampling_per_token_logps"] = run._logprobs_of(run.model, output) - 0.3
+    output["sampling_per_token_logps"][output["completion_mask"] == 0] = 7.0
+    monkeypatch.setattr(run, "_forward", lambda *a, **k: forwards.append(1) or plain(*a, **k))
+    monkeypatch.setattr(run, "_mismatch", run._mismatch * 0)
+    run.current_gradient_accumulation_steps = 1
+    run.model.train()
+    run._compute_loss(run.model, output)
+    found = mismatch.means_of(run._mismatch)
+    assert len(forwards) == 1 and run._mismatch[0] == (output["completion_mask"] * output["tool_mask"]).sum()
+    assert found["k1"] == pytest.approx(-0.3, abs=1e-4)
+    assert found["k3"] == pytest.approx(math.exp(0.3) - 1.3, abs=1e-4)
+    assert (found["beyond_bound"], found["ratio_beyond"]) == (1, 0)
+    run.model.eval()  # an evaluation is none of it
+    run._compute_loss(run.model, output)
+    assert mismatch.means_of(run._mismatch) == found
+
+
 def test_tool_tokens_are_context(tmp_path: Path) -> None:
     (tmp_path / "tools.py").write_text(TOOLS)
     tools = f"actor_rollout_ref.rollout.multi_turn.function_tool_path={tmp_path / 'tools.py'}"
@@ -285,7 +314,7 @@ def test_a_rollout_that_hangs_does_not_end_the_training(
         return await plain(self, *arguments, **keywords)
 
     monkeypatch.setattr(SingleTurnAgent, "run", run)
-    monkeypatch.setattr(groups, "_ROLLOUT_SHARE", 5 / 300)
+    monkeypatch.setattr(groups, "ROLLOUT_SHARE", 5 / 300)
     made = trainer(tmp_path, rows(ROWS))
     made.train()
     assert made.state.global_step == 3 and hung
@@ -317,7 +346,7 @@ def test_a_reward_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
             await asyncio.wait([task])
 
     monkeypatch.setattr(groups, "within", within)
-    monkeypatch.setattr(groups, "_ROLLOUT_SHARE", 1 / 300)
+    monkeypatch.setattr(groups, "ROLLOUT_SHARE", 1 / 300)
     made = trainer(tmp_path, rows(ROWS), env=env, max_failed_groups=0)
     with pytest.raises(
         GenerationFailedError, match="cut off in its reward function: it took longer than 1 s"
@@ -359,28 +388,6 @@ def test_a_rollout_that_failed_is_not_trained_on(tmp_path: Path) -> None:
         made.train()
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_reference_that_is_the_model_itself_is_computed(
-    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So TRL gets a PEFT model's reference. With two steps a batch the old policy's is asked for before."""
-    monkeypatch.setattr(grpo_trainer, "use_adapter", lambda model, adapter_name: contextlib.nullcontext())
-    made = trainer(
-        tmp_path,
-        rows(ROWS),
-        max_steps=1,
-        beta=0.1,
-        steps_per_generation=steps,
-        per_device_train_batch_size=8 // steps,
-    )
-    made.ref_model, made.model.peft_config = None, {}
-    made.train()
-    (output,) = made.outputs
-    assert output["sampling_per_token_logps"].abs().max() > 0.1
-    difference = output["ref_per_token_logps"] - output["sampling_per_token_logps"]
-    assert (difference * output["completion_mask"]).abs().max() < 1e-3
-
-
 def test_columns_of_the_users_own_are_no_matter(tmp_path: Path) -> None:
     """Images of which there are none, and one whose name is also a word of ours."""
     data = rows(ROWS).add_column("images", [None] * ROWS).add_column("row", list(range(ROWS)))
@@ -409,6 +416,7 @@ def test_weights_reach_an_engine_of_its_own(tmp_path: Path, monkeypatch: pytest.
         eval_dataset=rows(8),
         max_steps=2,
         learning_rate=3e-3,
+        weight_decay=30.0,  # changes weights also where all rewards of a step happen to be equal
         eval_strategy="steps",
         eval_steps=1,
         per_device_eval_batch_size=8,

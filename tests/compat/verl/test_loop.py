@@ -21,7 +21,11 @@ from rollstream.integrations.verl import loop as loop_module
 from rollstream.integrations.verl.compose import compose_verl
 from rollstream.integrations.verl.stream import StreamingAgentLoopWorker
 from rollstream.integrations.verl.worker import SampleCalls, to_trajectories
+from rollstream.reward.custom import load_reward
 from rollstream.rollout.validate import check_trajectories
+from rollstream.rollout.worker import score_trajectories
+from rollstream.trajectory import PromptRow
+from tests.unit.store.export.artifacts import trajectory
 
 ROW = {"raw_prompt": [{"role": "user", "content": "10 + 11 ="}], "data_source": "sums", "index": 0}
 ANSWERS = (
@@ -229,3 +233,21 @@ async def test_a_rollout_that_fails_says_why(tmp_path: Path) -> None:
     long = ROW | {"raw_prompt": [{"role": "user", "content": "1 " * 2000}]}
     with pytest.raises(GroupFailedError, match="max_prompt_length"):
         await made.run_sample(long, index=0)
+
+
+async def test_step_rewards_stay_out_of_what_verl_makes_means_of(tmp_path: Path) -> None:
+    """verl makes one array of each part of the reward, which lists of different lengths are none of."""
+    (tmp_path / "steps.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, trajectory):\n"
+        "    turns = [*trajectory.generations()]\n"
+        '    return {"score": 1.0, "acc": 0.5, "steps": [0.0] * len(turns)}\n'
+    )
+    reward = load_reward(str(tmp_path / "steps.py"))
+    one, other = trajectory(reward=None), trajectory([1], [[2]], reward=None)
+    for each in (one, other):
+        row = PromptRow(0, "", [], "", None, {})
+        await score_trajectories(reward, row, [each], decode=lambda ids: "", snapshots="outcome")
+    reward.close()
+    fields = [loop_module.to_output(each, {}).extra_fields for each in (one, other)]
+    assert [each["reward_extra_info"] for each in fields] == [{"acc": 0.5}] * 2
+    assert [each["steps"] for each in fields] == [[0.0, 0.0], [0.0]]

@@ -164,7 +164,7 @@ async def test_lengths_and_turns_are_kept_by_the_endpoints_count(tmp_path: Path)
 
 
 def test_thinking_that_is_not_sent_again_counts_all_the_same() -> None:
-    loop: Any = SimpleNamespace(room=lambda *counted: counted)
+    loop: Any = SimpleNamespace(room=lambda *counted: counted, turns=None, kept_turns=lambda asked: [])
     conversation = ChatConversation(loop, [], tools=[], executes=False)
     counted = []
     for usage in [

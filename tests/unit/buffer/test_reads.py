@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from rollstream.buffer.store.base import Limits as StoreLimits
 from tests.support.buffer import Served, generator, group, item, served, served_job
 from tests.support.postgres import PostgresServer, postgres
 
@@ -126,17 +125,6 @@ async def test_own_hooks_are_called_in_slimes_order(tmp_path: Path) -> None:
         assert list(meta["mine"]) == ["next"], "each group once"
 
 
-async def test_a_group_that_grows_is_judged_again(tmp_path: Path) -> None:
-    hooks = (
-        "\ndef is_valid_group(group, size, task_type):\n    return len(group[1]) >= 3, len(group[1]) >= 3\n"
-    )
-    async with served_job(tmp_path, hooks, repeats=4) as buffer:
-        for one in group("a")[:3]:
-            assert await buffer.counted(ready=0)
-            await buffer.write(one)
-        await buffer.until(lambda: buffer.counted(ready=1))
-
-
 async def test_a_read_that_gets_nothing_says_where_the_groups_are(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -170,19 +158,6 @@ async def test_a_read_that_gets_nothing_says_how_far_the_job_is(tmp_path: Path) 
         *_, said = (await buffer.read(batch_size=8))["head"]["notices"]
         assert "is stopped" in said and "max_groups" in said
         assert await buffer.read_ids(max_groups=8) == ["a"]
-
-
-async def test_a_full_buffer_is_told_until_something_leaves(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with served(tmp_path, limits=StoreLimits(items=4)) as buffer:
-        await buffer.write(*group("a"))
-        assert (await buffer.post("/v1/items", item("b")))[0] == 429
-        (failure,) = (await buffer.read(batch_size=8))["head"]["failures"]
-        assert "of at most 4" in failure["message"] and "of at most 4" in caplog.text
-        lease = (await buffer.read())["head"]["lease"]
-        assert (await buffer.post(f"/v1/leases/{lease}/ack"))[0] == 200
-        assert (await buffer.read())["head"]["failures"] == []
 
 
 async def test_groups_that_a_hook_fails_on_do_not_stop_those_behind_them(tmp_path: Path) -> None:

@@ -230,17 +230,22 @@ async def test_jobs_over_http(tmp_path: Path) -> None:
             assert (await buffer.post(f"/v1/jobs/nobody/{verb}", body))[0] == 404
 
 
-async def test_a_full_buffer_says_so(tmp_path: Path) -> None:
+async def test_a_full_buffer_says_so_until_something_leaves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with served(tmp_path, limits=Limits(items=4)) as buffer:
         await buffer.write(*group("a"))
         async with buffer.session.post(buffer.url + "/v1/items", json=item()) as response:
             assert response.status == 429 and response.headers["retry-after"] == "1"
             assert (await response.json())["error"]["code"] == "full"
+        (failure,) = (await buffer.read(batch_size=8))["head"]["failures"]
+        assert "of at most 4" in failure["message"] and "of at most 4" in caplog.text
         held = asyncio.create_task(buffer.post("/buffer/write", item("b", 1, "b0")))
         await buffer.until(lambda: buffer.service.held_writes)
         answer = await buffer.read()
         await buffer.post(f"/v1/leases/{answer['head']['lease']}/ack")
         assert (await held)[0] == 200
+        assert (await buffer.read())["head"]["failures"] == []
 
 
 async def test_the_token(tmp_path: Path) -> None:

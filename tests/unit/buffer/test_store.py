@@ -466,42 +466,6 @@ def small_disk_at(folder: Path, size: str = "3m") -> Iterator[Path]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk_at(tmp_path / "small") as folder:
-        yield folder
-
-
-@pytest.mark.parametrize("size", [50_000, 100_000], ids=["rows", "files"])
-async def test_a_full_disk_refuses_writes_and_takes_acks(small_disk: Path, size: int) -> None:
-    spare = small_disk / "spare"
-    spare.write_bytes(bytes(600_000))
-    async with opened(SqliteDatabase(small_disk)) as store:
-        stored: list[str] = []
-        with pytest.raises(StorageFullError, match="no room on the disk"):
-            for n in range(1000):
-                await store.write(pair(f"g{n}", body=bytes(size)))
-                stored.append(f"g{n}")
-        assert len(stored) > 5
-        spare.unlink()
-        for _ in range(3):
-            answers = await asyncio.gather(
-                store.ack([await lease_of(store)]),
-                store.write(pair("more", body=bytes(2_000_000))),
-                return_exceptions=True,
-            )
-            assert answers[0].groups == 1  # type: ignore[union-attr]
-            assert isinstance(answers[1], StorageFullError)
-        assert all(await store.known([f"{name}-1" for name in stored]))
-        assert await store.known(["more-0"]) == [False]
-    mount("-o", "remount,size=6m", str(small_disk))
-    async with opened(SqliteDatabase(small_disk)) as store:
-        assert (await store.stats()).groups_delivered == 3
-        loaded = await store.load([group.id for group in await store.groups(state="ready")])
-        assert not any(isinstance(one, str) for one in loaded.values())
-        assert await store.write(pair("more")) == [True, True]
-
-
 async def test_a_copy_without_the_reserve_is_not_said_to_be_full(tmp_path: Path) -> None:
     async with opened(SqliteDatabase(tmp_path)):
         pass

@@ -36,9 +36,9 @@ def test_the_same_image_from_everywhere(tmp_path: Path) -> None:
         assert pixels(image) == [(0, 0, 255)] * 6
 
 
-def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+def saved(image: Image.Image, **options: Any) -> bytes:
     file = io.BytesIO()
-    image.save(file, format=kind, **options)
+    image.save(file, format="PNG", **options)
     return file.getvalue()
 
 

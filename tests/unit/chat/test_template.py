@@ -1,6 +1,5 @@
 """What the template puts between turns where it is peculiar; test_turn_kinds has R1 over all kinds of turns."""
 
-import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,17 +87,10 @@ def test_thinking_that_the_prompt_opens_is_seen() -> None:
     assert not template.in_thinking(tokenizer.encode("<think>\n</think>\n\n"))
 
 
-def ends(name: str, sampled: str, *, template: str | None = None, end: str | None = None) -> str:
-    """What follows an answer of this when the next message is a user's."""
-    tokenizer = copy.copy(load(name, template))
-    if end is not None:
-        tokenizer.end_ids = frozenset(tokenizer.encode(end))
-    return text_after(tokenizer, [{"role": "user", "content": "y"}], sampled)
-
-
-def test_a_special_token_that_is_no_end_does_not_stand_for_one() -> None:
-    assert ends("chatml", "12<|call|>").startswith("<|im_end|>\n<|im_start|>user")
-    assert ends("chatml", "12<|endoftext|>").startswith("\n<|im_start|>user")
+@pytest.mark.parametrize(("end", "rest"), [("<|call|>", "<|im_end|>\n"), ("<|endoftext|>", "\n")])
+def test_a_special_token_that_is_no_end_does_not_stand_for_one(end: str, rest: str) -> None:
+    after = text_after(load("chatml"), [{"role": "user", "content": "y"}], f"12{end}")
+    assert after.startswith(f"{rest}<|im_start|>user")
 
 
 def test_what_comes_from_outside_cannot_end_a_turn() -> None:

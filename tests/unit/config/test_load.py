@@ -352,7 +352,7 @@ def test_verls_keys_on_the_command_line_are_left_out_as_in_a_file(caplog: pytest
         *("data.return_raw_chat=true", "data.filter_overlong_prompts_workers=8", "data.use_shm=true"),
         *("data.cache_dir=x", "data.image_key=images", "data.video_key=videos"),
         *("data.reward_fn_key=data_source", "reward_model.enable=false"),
-        *("actor_rollout_ref.model.lora_rank=32", "actor_rollout_ref.model.override_config={}"),
+        *("actor_rollout_ref.model.lora_alpha=32", "actor_rollout_ref.model.override_config={}"),
         *("reward_model.use_reward_loop=false", "reward_model.enable_resource_pool=false"),
     ]
     settings = to_settings(compose(["data.shuffle=true", "data.seed=7", *left_out]))

@@ -17,6 +17,7 @@ from rollstream.data.values import BadRow, Row
 def data_settings(*files: Path | str, **changes: Any) -> DataSettings:
     values: dict[str, Any] = {
         "train_files": [str(file) for file in files],
+        "sources": None,
         "prompt_key": "prompt",
         "ground_truth_key": None,
         "max_prompt_length": 1024,

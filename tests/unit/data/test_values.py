@@ -90,6 +90,7 @@ def test_the_digest_ignores_position_and_what_is_absent() -> None:
     )
     assert digest != content_digest({"prompt": "hi", "extra_info": {"index": 3, "split": "test"}})
     assert content_digest({"prompt": "hi"}) == content_digest({"prompt": "hi", "extra_info": {"index": 1}})
+    assert content_digest({"prompt": "hi"}) == content_digest({"prompt": "hi", "pass_rate": 0.5})
     assert content_digest({"prompt": "null {}"}) != content_digest({"prompt": ""})
 
 

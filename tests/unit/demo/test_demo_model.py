@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.config.load import compose
 from rollstream.demo import MODEL_PATH
 
 torch = pytest.importorskip("torch")
@@ -197,3 +198,18 @@ def test_openvino_says_what_transformers_says(model: Any, tokenizer: Any) -> Non
     }
     (logits,) = compiled.create_infer_request().infer(inputs).values()
     assert torch.allclose(torch.tensor(logits).log_softmax(-1), expected, atol=1e-4, rtol=0)
+
+
+def test_it_has_a_name_which_a_folder_and_a_hosted_model_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def path(*words: str) -> str:
+        composed = compose(["actor_rollout_ref.model.path=demo", *words])
+        return str(composed.actor_rollout_ref.model.path)
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()  # `rollstream init demo`
+    assert path() == path("actor_rollout_ref.rollout.name=hf") == str(MODEL_PATH)
+    assert path("actor_rollout_ref.rollout.name=openai") == "demo"
+    (tmp_path / "demo" / "config.json").touch()
+    assert path() == "demo"

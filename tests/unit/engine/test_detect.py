@@ -1,7 +1,7 @@
 import pytest
 
 from rollstream.engine.detect import detect_server, read_answers
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, EngineLostError
 from rollstream.testing.stub_chat import ChatStub
 from rollstream.testing.stub_server import StubModel, StubServer
 
@@ -22,6 +22,15 @@ def test_kinds_by_what_servers_answer(answers: tuple, kind: str, models: str, to
     found = read_answers("u", ["u"], answers, None)
     assert (found.kind, found.models, found.tokenizer) == (kind, tuple(models.split()), tokenizer)
     assert read_answers("u", ["u"], answers, "vllm").kind == "vllm"
+
+
+async def test_a_server_that_is_away_is_named_while_it_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(EngineLostError, match="nothing answers for"):
+        await detect_server(["http://127.0.0.1:9"], timeout=0.5)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith("no server answers yet, it has 0.5 s: http://127.0.0.1:9")
 
 
 async def test_servers_are_asked_with_or_without_v1() -> None:

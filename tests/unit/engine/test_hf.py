@@ -10,7 +10,6 @@ import pytest
 
 from rollstream.demo import MODEL_PATH
 from rollstream.engine.hf import HFEngine
-from rollstream.engine.registry import check_engine_config, create_engine, data_deciding_kwargs
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError
 from rollstream.trajectory import SamplingParams
 
@@ -46,25 +45,6 @@ def test_wrong_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else object())
     with pytest.raises(ConfigError, match=r"needs torch, .*pip install 'rollstream\[hf\]'"):
         HFEngine(MODEL_PATH)
-
-
-def test_the_registry_knows_it(tmp_path: Path) -> None:
-    installed()
-    assert isinstance(create_engine("hf", model_path=MODEL_PATH, log_dir=tmp_path), HFEngine)
-    check_engine_config("hf", model_path=MODEL_PATH, engine_kwargs={"cache_size": 2})
-    for kwargs, message in [
-        ({"server_urls": ["http://a:1"]}, "'hf' is embedded"),
-        ({"engine_kwargs": {"cachesize": 3}}, "did you mean 'cache_size'"),
-        ({"model_path": None}, r"model\.path"),
-    ]:
-        given: dict[str, Any] = {"model_path": MODEL_PATH} | kwargs
-        with pytest.raises(ConfigError, match=message):
-            check_engine_config("hf", **given)
-    defaults = {"attn_implementation": "", "device": "auto", "dtype": "auto"}
-    assert data_deciding_kwargs("hf") == defaults
-    assert data_deciding_kwargs("hf", {"dtype": "bfloat16", "num_threads": 2}) == defaults | {
-        "dtype": "bfloat16"
-    }
 
 
 def test_making_one_imports_neither_torch_nor_transformers() -> None:

@@ -7,7 +7,6 @@ import pytest
 from rollstream.demo import MODEL_PATH
 from rollstream.engine.hf_model import LiveModel, copy_weights, load_module
 from rollstream.errors import EngineError
-from rollstream.trajectory import SamplingParams
 
 torch = pytest.importorskip("torch")
 
@@ -29,13 +28,6 @@ def test_a_lent_model_shares_its_weights_and_nothing_else(module: Any) -> None:
     assert module.training
     assert not live.module.training
     assert live.module.lm_head.weight is live.module.model.embed_tokens.weight  # still tied
-
-
-def test_what_it_says_of_itself(module: Any) -> None:
-    live = LiveModel(module)
-    assert (live.vocab_size, live.max_model_len, live.version) == (512, 4096, 0)
-    assert live.end_ids(SamplingParams(1, stop_token_ids=(7,))) == {2, 7}
-    assert live.end_ids(SamplingParams(1, stop_token_ids=(7,), ignore_eos=True)) == {7}
 
 
 def test_weights_that_fit_and_weights_that_do_not(module: Any) -> None:

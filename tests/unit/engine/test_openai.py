@@ -150,14 +150,6 @@ async def test_an_endpoint_that_goes_away_and_comes_back(stub: ChatStub, make: M
     assert content(await engine.chat(ask(), HOW, request_id="a")) == ANSWER
 
 
-async def test_another_endpoint_takes_over(stub: ChatStub, make: Make) -> None:
-    async with ChatStub(lambda body: "other") as other:
-        engine = await make(stub, other)
-        await other.stop()
-        for number in range(8):
-            assert content(await engine.chat(ask(), HOW, request_id=str(number))) == ANSWER
-
-
 async def test_an_abort_gives_what_has_arrived_and_ends_it_there(stub: ChatStub, make: Make) -> None:
     engine = await make(stub)
     for seconds in (0.02, 0.2, 2, 20):  # for the first words
@@ -202,15 +194,6 @@ async def test_retry_after_holds_all_and_costs_nothing(
     assert {content(one) for one in answers} == {ANSWER}
     (line,) = [one for one in caplog.records if one.levelno == logging.WARNING]
     assert "429" in line.message and "nothing is sent for 0.6 s" in line.message
-
-
-async def test_a_storm_of_429_is_lived_through(make: Make) -> None:
-    async with ChatStub(lambda body: ANSWER, limit=(20, 0.5)) as stub:
-        engine = await make(stub)
-        answers = await asyncio.gather(*(engine.chat(ask(), HOW, request_id=str(one)) for one in range(80)))
-    assert {content(one) for one in answers} == {ANSWER}
-    assert stub.refused > 0
-    assert stub.answered == 80
 
 
 async def test_a_long_hold_is_an_endpoint_that_is_away(stub: ChatStub, make: Make) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.pool import PoolEngine
-from rollstream.engine.replica import WeightsLostError
+from rollstream.engine.replica import ReplicaUnavailableError, WeightsLostError
 from rollstream.engine.weight_probe import PROBE_IDS, write_probe
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.trajectory import SamplingParams
@@ -86,6 +86,10 @@ async def test_no_replica_could_load(engine: PoolEngine, a: FakeReplica, b: Fake
         await engine.update_weights("/2", 2)
     await until(lambda: len(engine.ready) == 2)  # both loaded the old ones again
     assert await versions(engine) == {1}
+    for replica in (a, b):  # gone between the question after its health and the load
+        replica.load_errors = [ReplicaUnavailableError("connection refused")]
+    with pytest.raises(EngineUnavailableError, match="no server is there to load weights"):
+        await engine.update_weights("/2", 2)
     a.away = b.away = True
     with pytest.raises(EngineUnavailableError, match="no server is there to load weights"):
         await engine.update_weights("/2", 2)
@@ -304,6 +308,18 @@ async def test_a_small_change_that_did_not_arrive_is_seen(a: FakeReplica, tmp_pa
         await engine.update_weights(trained(tmp_path, 2, -2.001), 2)  # less than other numbers make
         with pytest.raises(EngineError, match="did not change"):
             await engine.update_weights(trained(tmp_path, 3, -2.1), 3)
+
+
+async def test_a_trainer_may_be_less_exact_than_its_engine(a: FakeReplica, tmp_path: Path) -> None:
+    async with scoring(a) as engine:
+        await engine.update_weights(trained(tmp_path, 1, -2.02), 1)
+        a.keeps_old = True
+        await engine.update_weights(
+            trained(tmp_path, 2, -1.98), 2
+        )  # of bfloat16, on a step that hardly counts
+        await engine.update_weights(trained(tmp_path, 3, -2.02), 3)
+        with pytest.raises(EngineError, match="did not change"):
+            await engine.update_weights(trained(tmp_path, 4, -2.1), 4)
 
 
 async def test_without_a_trainers_word_replicas_must_agree(

@@ -55,6 +55,17 @@ def test_it_ends_like_its_command(script: str, status: int) -> None:
     process.communicate()
 
 
+def test_processes_that_end_while_they_are_listed_do_not_matter() -> None:
+    """A shell that starts thousands: without care some 600 looks see one end between two reads."""
+    process = subprocess.Popen(["sh", "-c", "while :; do true & /bin/true; done"], start_new_session=True)
+    try:
+        for _ in range(5000):
+            reaper.below(process.pid)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def test_a_command_that_is_not_there_is_said() -> None:
     process = reaped("/no/such/program")
     assert process.wait(PATIENCE_S) == 127

@@ -26,6 +26,8 @@ def test_a_configuration_is_checked_without_a_start(tmp_path: Path, monkeypatch:
     for kwargs, message in [
         ({"name": "openvin"}, "did you mean 'openvino'"),
         ({"name": "sglang"}, "server_urls"),
+        ({"name": "sglang", "server_urls": ["localhost:30000"]}, "http://host:port"),
+        ({"name": "hf", "server_urls": ["http://a:1"]}, "embedded"),
         ({"name": "sglang", "server_urls": ["http://a:1"], "engine_kwargs": {"x": 1}}, "unknown key"),
         ({"model_path": None}, r"model\.path"),
         ({"server_urls": ["http://a:1"]}, "embedded"),
@@ -49,6 +51,7 @@ def test_a_configuration_is_checked_without_a_start(tmp_path: Path, monkeypatch:
 def test_the_settings_that_decide_data() -> None:
     defaults = {"enable_prefix_caching": False, "inference_precision": "f32", "kv_cache_precision": "f32"}
     assert data_deciding_kwargs("openvino") == defaults
+    assert data_deciding_kwargs("hf").keys() == {"attn_implementation", "device", "dtype"}
     given = {"kv_cache_precision": "u8", "num_threads": 2}
     assert data_deciding_kwargs("openvino", given) == defaults | {"kv_cache_precision": "u8"}
     assert data_deciding_kwargs("sglang", {"connect_timeout": 3.0}) == {}

@@ -10,7 +10,6 @@ import pytest
 from rollstream.engine.base import Engine
 from rollstream.engine.sglang import SGLangEngine, read_reply
 from rollstream.errors import (
-    ConfigError,
     EngineError,
     EngineOverloadedError,
     EngineUnavailableError,
@@ -186,16 +185,3 @@ async def test_start_at_a_server_that_is_not_there_yet(server: StubServer, fault
     with pytest.raises(EngineUnavailableError, match=server.url):
         await engine.start()
     assert not await engine.health()
-
-
-def test_wrong_configuration() -> None:
-    with pytest.raises(ConfigError, match="server_urls"):
-        SGLangEngine([])
-    with pytest.raises(ConfigError, match="http://host:port"):
-        SGLangEngine(["localhost:30000"])
-    with pytest.raises(ConfigError, match="did you mean 'connect_timeout'"):
-        SGLangEngine(["http://a:1"], engine_kwargs={"conect_timeout": 3})
-    with pytest.raises(ConfigError, match="must be float"):
-        SGLangEngine(["http://a:1"], engine_kwargs={"connect_timeout": "3"})
-    with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
-        SGLangEngine(["http://a:1"], engine_kwargs={"api_key_env": "NO_SUCH_KEY"})

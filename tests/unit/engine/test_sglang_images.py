@@ -8,10 +8,8 @@ import pytest
 
 from rollstream.engine.sglang import (
     SGLangEngine,
-    check_images,
     collapse_images,
     read_reply,
-    request_body,
 )
 from rollstream.errors import EngineError
 from rollstream.testing.stub_server import StubModel, StubServer
@@ -55,13 +53,6 @@ async def test_a_prompt_without_images_is_answered_as_ever(server: StubServer) -
         ]
     assert plain == none == server.book.answer([1, 2], 5, 4)[0]
     assert seen == again != plain
-
-
-def test_the_body_holds_the_images_in_order() -> None:
-    images = [data_url(b"b"), data_url(b"a")]
-    body = orjson.loads(request_body([1, 2], SAMPLING, "r", check_images([*images])))
-    assert body["image_data"] == images and body["input_ids"] == [1, 2]
-    assert "image_data" not in orjson.loads(request_body([1, 2], SAMPLING, "r"))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from rollstream.engine.vllm import (
 )
 from rollstream.errors import (
     EngineError,
-    EngineOverloadedError,
     EngineUnavailableError,
     TransientEngineError,
 )
@@ -389,37 +388,6 @@ async def test_a_broken_reply_is_tried_again(
     server.healthy = False  # what a server says while it goes is no fault of the request
     with pytest.raises(EngineUnavailableError, match="not healthy"):
         await ask(engine)
-
-
-@pytest.mark.parametrize(
-    ("answer", "healthy", "expected", "message"),
-    [
-        (
-            lambda: failure(400, "Token id 600 is out of vocabulary", "BadRequestError"),
-            True,
-            EngineError,
-            "600",
-        ),
-        (lambda: failure(500, "oops", "InternalServerError"), True, TransientEngineError, "500: oops"),
-        (lambda: failure(503, "oops", "ServiceUnavailableError"), True, EngineOverloadedError, "503: oops"),
-        (lambda: failure(500, DEAD, "InternalServerError"), False, EngineUnavailableError, "EngineCore"),
-    ],
-)
-async def test_every_fault_has_its_error(
-    server: FakeServer,
-    engine: VLLMEngine,
-    answer: Callable[[], web.Response],
-    healthy: bool,
-    expected: type[EngineError],
-    message: str,
-) -> None:
-    server.answer, server.healthy = answer, healthy
-    with pytest.raises(expected, match=message) as caught:
-        await ask(engine)
-    assert type(caught.value) is expected
-    assert await engine.health() is healthy
-    server.answer, server.healthy = None, True
-    assert (await ask(engine)).token_ids == IDS
 
 
 async def asked_and_in_the_server(server: FakeServer, engine: VLLMEngine) -> "asyncio.Task[Completion]":

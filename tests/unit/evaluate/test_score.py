@@ -2,7 +2,8 @@
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,34 @@ import orjson
 import pyarrow.parquet as pq
 import pytest
 
-from rollstream.agent.registry import LoopEntry
+from rollstream.agent.registry import AgentLoops, LoopEntry
 from rollstream.agent.single_turn import SingleTurnAgent
 from rollstream.cli import main
 from rollstream.config.settings import RewardSettings
 from rollstream.errors import ConfigError, RunDirectoryError, StorageError
 from rollstream.evaluate import read_runs
-from rollstream.rollout.replay import ScoreReport, SnapshotRule, score_run, snapshot_rule
+from rollstream.reward.base import FunctionReward
+from rollstream.rollout.group_reward import score_group
+from rollstream.rollout.replay import SnapshotRule, score_run, snapshot_rule
+from rollstream.rollout.setup import load_configured_reward
+from rollstream.rollout.stored_pass import ScoreReport
 from rollstream.store import run_dir
 from rollstream.store.export.run import export_run
+from rollstream.store.keys import KeyStates
 from rollstream.store.manifest import require_manifest, write_manifest
 from rollstream.store.merge_shards import merge_shards
 from rollstream.store.paths import RunPaths
 from rollstream.store.run import Run
+from rollstream.store.run_dir import lock_run, open_run
 from rollstream.store.scores import pass_folder
 from rollstream.store.summary import read_status
 from rollstream.store.validate import validate_run
+from rollstream.trajectory import Rollout, SamplingParams, Trajectory
+from rollstream.view import reader
 from rollstream.view.sources import RunSource, Sources
 from tests.support.processes import full_disk
-from tests.support.view_runs import agent_rollout, failure, manifest, rollout, write_run
+from tests.support.view_runs import agent_rollout, failure, manifest, opened, rollout, write_run
+from tests.unit.agent.rollouts import completed, make_row, make_worker, resources, started
 
 PROMPTS, N = 6, 2
 
@@ -136,6 +146,174 @@ def test_readers_see_the_scores_that_they_name(tmp_path: Path, made: Callable[[P
         rows = artifact.filter(~artifact["is_snapshot"].combine_chunks().to_numpy(False))
         assert rows["reward"].to_pylist() == wanted
         assert not read_status(root).stale and validate_run(root).sound
+
+
+STEPS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info, trajectory):
+    turns = [ids for _, ids in trajectory.generations()]
+    wrong = len(solution_str) % 2
+    return {"score": 1, "steps": [float(ids[0]) for ids in turns][wrong:], "tokens": list(trajectory.response_ids)}
+"""
+
+
+@pytest.mark.parametrize("seal", [False, True])
+def test_step_and_token_rewards_are_streams(tmp_path: Path, seal: bool) -> None:
+    root = run_of(tmp_path / "run", seal=seal)
+    wrong = sum(len(text) % 2 for text in answers(root).values())
+    report = scored(root, reward(tmp_path / "reward.py", STEPS), name="steps")
+    assert 0 < report.failed == wrong < 12
+    (cause,) = report.causes
+    assert "1 steps for 2 turns of the model" in cause
+    columns = ["response_ids", "response_mask", "is_snapshot", "reward"]
+    found = 0
+    for table in Run.open(root, "steps").rows(columns, streams=["step_rewards", "token_rewards"]):
+        for row in table.to_pylist():
+            steps, tokens = row["stream.step_rewards"], row["stream.token_rewards"]
+            if row["is_snapshot"] or row["reward"] is None:
+                assert steps is tokens is None
+                continue
+            found += 1
+            pairs = [*zip(row["response_ids"], row["response_mask"], strict=True)]
+            assert tokens == [token * sampled for token, sampled in pairs]
+            second = row["response_mask"].index(0) + row["response_mask"][
+                row["response_mask"].index(0) :
+            ].index(1)
+            firsts = [pairs[0 if at < second else second][0] for at in range(len(pairs))]
+            assert steps == [first * sampled for first, (_, sampled) in zip(firsts, pairs, strict=True)]
+    assert found == 12 - wrong
+    with pytest.raises(RunDirectoryError, match="no complete stream 'steps'"):
+        [*Run.open(root).rows(columns, streams=["steps"])]
+
+
+JUDGE = """
+import random
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
+    assert len({one["group"] for one in extra_infos}) == 1
+    drawn = random.random()
+    return [{"score": drawn + at, "of": len(solution_strs)} for at, _ in enumerate(solution_strs)]
+"""
+
+
+def groups_of(root: Path, name: str) -> dict[int, list[float | None]]:
+    found: dict[int, list[float | None]] = {}
+    for table in Run.open(root, name).rows(["index", "repeat", "reward", "is_snapshot"]):
+        for row in sorted(table.to_pylist(), key=lambda row: (row["index"], row["repeat"])):
+            found.setdefault(row["index"], []).extend([] if row["is_snapshot"] else [row["reward"]])
+    return found
+
+
+def judged(index: int, repeat: int) -> Rollout:
+    made = rollout(index, repeat, str(repeat))
+    made.final.extra = {"extra_info": {"group": index}}
+    return made
+
+
+@pytest.mark.parametrize("has_batches", [True, False])
+def test_a_reward_that_sees_groups_scores_whole_ones(tmp_path: Path, has_batches: bool) -> None:
+    """What a stop left of a group is scored anew with the rest of it: rewards of two calls do not compare."""
+    records = [
+        judged(index, repeat) for repeat in range(3) for index in range(5) if (index, repeat) != (3, 1)
+    ]
+    root = write_run(tmp_path / "run", [*records, failure(2, 3), judged(4, 3)], n=4, prompts=5, rows=4)
+    recipe = reward(tmp_path / "judge.py", JUDGE, max_concurrency=1)
+    with pytest.raises(RunDirectoryError, match="no prompt yet of which no rollout is owed"):
+        scored(write_run(tmp_path / "begun", [judged(0, 0)], n=2, prompts=1), recipe)
+    if not has_batches:
+        with opened(root, 4, 5) as run:
+            run.merge()
+        shutil.rmtree(RunPaths(root).batches)
+    report = scored(root, recipe, name="judge")
+    first = groups_of(root, "judge")
+    # Of 0, 1 and 3 a rollout is owed; one of 2 has failed for good.
+    assert [index for index, rewards in first.items() if rewards[0] is not None] == [2, 4]
+    assert np.diff(first[2]) == pytest.approx([1, 1]) and np.diff(first[4]) == pytest.approx([1, 1, 1])
+    assert (report.rollouts, report.failed) == (7, 0)
+    assert scored(root, recipe, name="judge").now == 0 and groups_of(root, "judge") == first
+
+    stopped, folder = KeyStates(4), pass_folder(root, "judge")
+    stopped.mark_done(4, 1)
+    lock, made = lock_run(folder), require_manifest(folder)
+    with open_run(lock, folder, made, config_yaml="") as directory:
+        directory.forget(stopped)
+    assert scored(root, recipe, name="judge").now == 4
+    second = groups_of(root, "judge")
+    assert second[2] == first[2] and second[4] != first[4] and np.diff(second[4]) == pytest.approx([1, 1, 1])
+
+
+class SaysItsReward(SingleTurnAgent):
+    """The rollouts of row 1 have a reward of their own; snapshots have none."""
+
+    snapshot_scoring = "none"
+
+    async def run(self, sampling: SamplingParams, **row: Any) -> list[Trajectory]:  # type: ignore[override]
+        final = await super().run(sampling, **row)
+        snapshot = replace(final, is_snapshot=True)
+        if row["index"] == 1:
+            final.reward, final.reward_extra = 7.0, {"said": True}
+        return [snapshot, final]
+
+
+def test_what_an_agent_says_of_its_rollout_stands(tmp_path: Path) -> None:
+    """As with a reward that sees one answer: in a training, where the group is in memory, and in a run's pass."""
+    recipe = reward(tmp_path / "judge.py", JUDGE)
+    loaded = load_configured_reward(recipe)
+    assert isinstance(loaded, FunctionReward)
+
+    async def made() -> list[Rollout]:
+        loops = AgentLoops({"own": LoopEntry(SaysItsReward)})
+        worker = make_worker(resources(await started()), loop="own", loops=loops, reward=loaded)
+        rows = [make_row(index, extra_info={"group": 0}) for index in range(3)]
+        return [completed(await worker.run(row, 0)) for row in rows]
+
+    def said(rollouts: Iterable[Rollout]) -> list[tuple[float | None, ...]]:
+        return [tuple(one.reward for one in rollout.trajectories) for rollout in rollouts]
+
+    group = [replace(one, index=0, repeat=one.index) for one in asyncio.run(made())]
+    assert said(group) == [(None, None), (None, 7.0), (None, None)]
+    root = write_run(tmp_path / "run", group, n=3, prompts=1)
+    asyncio.run(score_group(loaded, group, decode=str))
+    loaded.close()
+    scored(root, recipe, name="judge")
+    for found in (group, [*Run.open(root, "judge").rollouts(np.array([0]))]):
+        (_, first), own, (_, last) = said(sorted(found, key=lambda one: one.repeat))
+        assert own == (None, 7.0) and first is not None and last == pytest.approx(first + 1)
+        assert [one.trajectories[0].reward for one in found] == [None] * 3
+        extras = {one.repeat: one.final.reward_extra for one in found}
+        assert extras == {0: {"of": 2}, 1: {"said": True}, 2: {"of": 2}}
+
+
+def test_a_group_that_has_grown_is_scored_anew_and_a_failure_is_that_of_all(tmp_path: Path) -> None:
+    records = [judged(0, 0), judged(0, 1), failure(0, 2)]
+    root = write_run(tmp_path / "run", records, n=3, prompts=1)
+    scored(root, reward(tmp_path / "judge.py", JUDGE), name="judge")
+    before = groups_of(root, "judge")
+    write_run(root, [judged(0, 2)], n=3, prompts=1)
+    report = scored(root, reward(tmp_path / "judge.py", JUDGE), name="judge")
+    (after,) = groups_of(root, "judge").values()
+    assert report.now == 3 and np.diff(after) == pytest.approx([1, 1]) and after[:2] != before[0]
+    fails = JUDGE.replace("drawn = random.random()", "raise ValueError('no judge')")
+    report = scored(root, reward(tmp_path / "fails.py", fails), name="fails")
+    assert (report.failed, [*report.causes.values()]) == (3, [3]) and "no judge" in next(iter(report.causes))
+
+
+def test_show_and_the_page_have_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = run_of(tmp_path / "run")
+    plain = Run.open(root).find(0, 0).row
+    scored(root, reward(tmp_path / "reward.py", STEPS.replace("% 2", "* 0")), name="steps")
+    make_own(root, "steps")
+    assert main(["show", str(root), "0", "0", "--tokens"]) == 0
+    out = capsys.readouterr().out
+    assert f'"tokens":"{len(plain["response_ids"])} numbers: --tokens"' in out and '"steps":[' in out
+    first = plain["response_ids"][0]
+    (line,) = [line for line in out.splitlines() if line.split()[:3] == ["0", str(first), "1"]]
+    assert line.split()[4:6] == [f"{first:.4f}"] * 2
+    source = Sources([str(root)]).all()[0]
+    assert isinstance(source, RunSource)
+    row = reader.read_rows(source.columns(), [2])[2]
+    streams = source.streams_of(row)
+    assert len(streams["step_rewards"]) == len(streams["token_rewards"]) == len(row["response_ids"])
+    said = reader.trajectory(source.columns(), 2)["reward_extra"]
+    assert said.keys() == {"steps"}
 
 
 def test_a_reward_that_fails_on_one_rollout_hurts_no_other(
@@ -260,7 +438,7 @@ def test_shards_take_their_scores_along(tmp_path: Path, caplog: pytest.LogCaptur
         scored(root, lengths if root is roots[0] else half, name="other")
         make_own(root, "lengths")
     merge_shards(roots, out := tmp_path / "out")
-    assert "'other' are of several rewards" in caplog.text
+    assert "'other' are of several makers" in caplog.text
     wanted = [float(len(text)) for text in answers(out).values()]
     for scores in (None, "lengths"):
         assert set(map(tuple, everywhere(out, tmp_path, scores).values())) == {tuple(wanted)}

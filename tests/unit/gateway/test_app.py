@@ -20,10 +20,10 @@ from rollstream.agent.images import ImageReader
 from rollstream.gateway import app
 from rollstream.gateway.app import SESSION_HEADER, Endpoint
 from rollstream.gateway.recorder import Recorder
-from rollstream.testing.scripted import AnswerRule, ScriptedEngine, ScriptedRequest
+from rollstream.testing.scripted import AnswerRule, ScriptedEngine
 from rollstream.web import HTTPError, Request
 from tests.support.until import until
-from tests.unit.agent.rollouts import END, call_text, demo_tokenizer, started
+from tests.unit.agent.rollouts import END, demo_tokenizer, started
 from tests.unit.chat.vision import IMAGE_PAD, load_model, png, write_model
 from tests.unit.chat.wires.test_wires import BODIES, JSON, PLACES, ROUTES, changed
 from tests.unit.gateway.test_recorder import TOOL, check_exact, recorder_of, user
@@ -34,12 +34,6 @@ ASK: dict[str, dict[str, Any]] = {
     RESPONSES: {"model": "m", "input": "q"},
     MESSAGES: {"model": "m", "messages": [user("q")], "max_tokens": 64},
 }
-TOOLS = {
-    CHAT: [TOOL],
-    RESPONSES: [{"type": "function", **TOOL["function"]}],
-    MESSAGES: [{"name": "add", "description": "Adds.", "input_schema": TOOL["function"]["parameters"]}],
-}
-"""The same to the model."""
 
 
 class Client:
@@ -75,34 +69,9 @@ async def served(engine: ScriptedEngine, **given: Any) -> AsyncIterator[Client]:
             yield Client(recorder, http, url)
 
 
-def says(what: str | Exception, released: asyncio.Event | None = None) -> AnswerRule:
-    """Always the same, as soon as it is released."""
-
-    async def rule(request: ScriptedRequest) -> list[int]:
-        if released is not None:
-            await released.wait()
-        if isinstance(what, Exception):
-            raise what
-        return demo_tokenizer().encode(what)
-
-    return rule
-
-
-@pytest.mark.parametrize("route", ASK)
-async def test_all_apis_show_the_model_the_same_and_are_recorded_exactly(route: str) -> None:
-    texts = iter([call_text("add", a=1) + END, "78" + END] * 2)
-    engine = await started(lambda request: demo_tokenizer().encode(next(texts)))
-    async with served(engine) as client:
-        status, _ = await client.post({**ASK[route], "tools": TOOLS[route]}, route)
-        assert (status, client.recorder.session.turns[0].message["tool_calls"][0]["function"]) == (
-            200,
-            {"name": "add", "arguments": {"a": 1}},
-        )
-        assert (await client.post(ASK[route], route))[0] == 200
-        status, chat = await client.post({**ASK[CHAT], "tools": TOOLS[CHAT]})
-        assert status == 200 and chat["usage"]["completion_tokens"] > 3
-        check_exact(engine, client.recorder.trajectories())
-    assert engine.requests[0].prompt_ids == engine.requests[2].prompt_ids
+def says(what: str) -> AnswerRule:
+    """Always the same."""
+    return lambda request: demo_tokenizer().encode(what)
 
 
 @pytest.mark.parametrize("route", ASK)
@@ -149,9 +118,7 @@ async def test_what_is_nested_deeply_ends_no_rollout(deep: bytes) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"n": 2}, "'n'"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"logit_bias": {"3": 5}}, "logit_bias"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "image",
@@ -160,7 +127,6 @@ async def test_what_is_nested_deeply_ends_no_rollout(deep: bytes) -> None:
             {"messages": [user("q"), {"role": "tool", "tool_call_id": ["x"], "content": "7"}]},
             "must be a text",
         ),
-        ({"messages": [user("q"), {"role": "user", "name": {"a": 1}, "content": "7"}]}, "must be a text"),
     ],
 )
 async def test_what_cannot_be_meant_is_refused_and_ends_no_rollout(given: dict[str, Any], words: str) -> None:
@@ -234,7 +200,8 @@ async def test_log_probs_and_ids_of_a_cut_answer() -> None:
     (choice,) = body["choices"]
     assert choice["finish_reason"] == "length"
     assert choice["token_ids"] == engine.completions[0][1].token_ids
-    assert len(choice["logprobs"]["content"]) == 3
+    names = [f"token_id:{token}" for token in choice["token_ids"]]
+    assert [one["token"] for one in choice["logprobs"]["content"]] == names and len(names) == 3
     async with served(engine, logprobs=False) as client:
         status, body = await client.post({**ASK[CHAT], "logprobs": True})
         assert status == 400 and "calculate_log_probs" in body["error"]["message"]
@@ -283,8 +250,8 @@ async def test_tokens_are_counted_and_models_are_told() -> None:
 
 
 async def test_programs_without_a_network_come_by_a_socket(tmp_path: Path) -> None:
-    recorder, _ = recorder_of(await started())
     """One that opens more connections there than its session may have calls is cut off, and nobody else."""
+    recorder, _ = recorder_of(await started())
     endpoint = Endpoint("m", 4096)
     socket, greedy = str(tmp_path / "socket"), str(tmp_path / "greedy")
     async with (

@@ -16,7 +16,6 @@ from rollstream.rollout.validate import check_trajectories
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
 from rollstream.trajectory import Message, Trajectory
 from rollstream.web import HTTPError
-from tests.support.until import until
 from tests.unit.agent.rollouts import started
 from tests.unit.chat.templates import NAMES, load
 from tests.unit.gateway.test_recorder import TOOL, recorder_of, user
@@ -150,14 +149,3 @@ async def test_a_session_is_bounded() -> None:
             await ask(recorder, [user("q")])
         with pytest.raises(HTTPError, match="at most"):
             await ask(recorder, [user("q")])
-
-
-async def test_calls_wait_for_an_engine_that_is_away() -> None:
-    engine = await started(response_tokens=6)
-    recorder, broken = recorder_of(engine, engine_wait=60.0)
-    engine.go_down()
-    waiting = asyncio.create_task(ask(recorder, [user("q")]))
-    await until(lambda: recorder.open_calls)
-    engine.come_back()
-    assert (await waiting)[-1]["role"] == "assistant"
-    assert len(recorder.trajectories()) == 1 and not broken.done()

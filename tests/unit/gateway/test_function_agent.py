@@ -9,11 +9,14 @@ import pytest
 
 from rollstream.agent.images import ImageReader
 from rollstream.agent.registry import AgentLoops, LoopEntry
+from rollstream.agent.turns import Turns
 from rollstream.data.row_images import take_images
 from rollstream.errors import ConfigError
 from rollstream.gateway.function_agent import FunctionAgent
 from rollstream.rollout.worker import RolloutWorker
+from rollstream.store.records import EncodedTurn, RecordCodec
 from rollstream.testing.scripted import ScriptedEngine
+from rollstream.trajectory import RolloutKey, Trajectory
 from tests.unit.agent.rollouts import completed, failed, make_row, make_worker, resources, says, started
 from tests.unit.chat.vision import IMAGE_PAD, load_model, png, write_model
 
@@ -76,6 +79,37 @@ async def run(client, row):
         answers.add(found[-1].extra["gateway"]["answer"])
         assert found[-1].messages[0] == row.messages[0]
     assert len(answers) == len(rows)
+
+
+async def test_calls_that_are_made_again_get_the_answers_that_they_got(tmp_path: Path) -> None:
+    """R1, R3: a program that begins again after a kill asks the engine for what it has not heard, as by ids."""
+    source = """
+import asyncio
+
+async def run(client, row):
+    messages = [*row["prompt"]]
+    for number in range(3):
+        said = await ask(client, {"prompt": messages})
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"and {number}?"}]
+    one, two = [await ask(client, {"prompt": messages}) for _ in range(2)]
+    return f"{one} {two}"
+"""
+    name = function(tmp_path, source)
+    turns: list[EncodedTurn] = []
+    whole: list[Trajectory] | None = None
+    for finished in range(6):
+        engine = await started()
+        worker = function_worker(engine, name)
+        bodies = [turn.body for turn in turns[:finished]]
+        turns = turns[:finished]
+        kept = Turns(RolloutKey(0, 0), make_row().prompt_key, bodies, turns.append, RecordCodec())
+        made = completed(await worker.run(make_row(), 0, turns=kept)).trajectories
+        assert len(engine.requests) == 5 - finished
+        assert [turn.number for turn in turns] == [0, 1, 2, 3, 4]
+        whole = whole or made
+        for one, other in zip(made, whole, strict=True):
+            assert one.metrics.engine_calls == other.metrics.engine_calls
+            assert replace(one, metrics=other.metrics) == other
 
 
 async def test_a_row_s_images_are_shown_as_an_api_takes_them(tmp_path: Path) -> None:

@@ -86,24 +86,6 @@ async def test_a_conversation_that_grows_is_one_trajectory() -> None:
     ]
 
 
-async def test_what_is_between_answers_is_what_the_whole_rendering_has_there() -> None:
-    """The system prompt stands before the last question, and an answer ends with two special tokens."""
-    tokenizer = turns.load(
-        "{%- for m in messages if m.role != 'system' -%}"
-        "{%- if loop.last and m.role == 'user' -%}<|system|>{{ messages[0].content }}{%- endif -%}"
-        "<|turn|>{{ m.content }}{%- if m.role == 'assistant' -%}<|end_text|>{%- endif -%}<|end|>{%- endfor -%}"
-        "{%- if add_generation_prompt -%}<|turn|>{%- endif -%}"
-    )
-    engine = await started(lambda r: tokenizer.encode("dry<|end_text|><|end|>"))
-    recorder, _ = recorder_of(engine, tokenizer=tokenizer)
-    messages: list[Any] = [{"role": "system", "content": "short"}, user("Lyon?")]
-    await ask(recorder, [*messages, await ask(recorder, messages), user("Nice?")])
-    (trajectory,) = recorder.trajectories()
-    between = "<|system|>short<|turn|>Nice?<|end|><|turn|>"
-    text = tokenizer.decode(trajectory.response_ids, skip_special_tokens=False)
-    assert text == f"dry<|end_text|><|end|>{between}dry<|end_text|><|end|>"
-
-
 async def test_results_in_a_rewritten_history_say_what_was_called() -> None:
     tokenizer = turns.load(
         "{%- for m in messages -%}<|turn|>{{ m.name if m.role == 'tool' else m.role }}: {{ m.content }}{%- endfor -%}"

@@ -10,9 +10,15 @@ import pytest
 from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.config.load import compose, to_settings
 from rollstream.demo import MODEL_PATH
+from rollstream.engine.checks import model_digest
 from rollstream.errors import IdentityMismatchError
-from rollstream.generation.identity import adopted_manifest, build_identity, model_digest
+from rollstream.generation.identity import adopted_manifest, build_identity
+from rollstream.generation.run import _adopt
 from rollstream.store.manifest import Manifest, new_manifest
+from rollstream.store.records import EncodedTurn
+from rollstream.trajectory import RolloutKey
+from tests.unit.store import fabric
+from tests.unit.store.fabric import writing
 
 
 def identity(*words: str, model: Path = MODEL_PATH) -> dict[str, object]:
@@ -58,11 +64,16 @@ def test_what_decides_the_data_is_in(word: str) -> None:
         "generation.retry_failed=true",
         "trainer.default_local_dir=elsewhere",
         "data.seed=4",  # without shuffle it decides nothing
-        "actor_rollout_ref.rollout.server_urls=[http://other]",
     ],
 )
 def test_what_does_not_is_not(word: str) -> None:
     assert identity(word) == identity()
+
+
+def test_where_its_servers_are_is_not() -> None:
+    here, there = (f"actor_rollout_ref.rollout.server_urls=[http://{name}]" for name in ("here", "there"))
+    engine = "actor_rollout_ref.rollout.name=sglang"
+    assert identity(engine, here) == identity(engine, there)
 
 
 def test_a_model_is_known_by_content_not_by_path(tmp_path: Path) -> None:
@@ -106,3 +117,18 @@ def test_settings_that_would_have_changed_no_finished_rollout_are_taken() -> Non
     filtered = identity("data.filter_overlong_prompts=true")
     assert adopts(filtered, {**filtered, "rollout.prompt_length": 2000}) is False
     assert adopts({**old, "launch.args.quantization": "fp8"}, old) is False
+
+
+async def test_turns_of_other_settings_go_where_nothing_is_done(tmp_path: Path) -> None:
+    """R6: no rollout goes on behind turns that its settings would not have made."""
+    for temperature, left in ((1.0, 1), (0.5, 0)):
+        with writing(tmp_path, identity={"rollout.temperature": 1.0}, save_batch_size=9) as (run, writer):
+            writer.keep(EncodedTurn(RolloutKey(0, 0), 0, b""))
+            await writer.close()
+        wanted = fabric.manifest(**{"rollout.temperature": temperature})
+        generation = SimpleNamespace(resume="auto", rescore=False)
+        plan: Any = SimpleNamespace(
+            run_dir=tmp_path, manifest=wanted, settings=SimpleNamespace(generation=generation), config_yaml=""
+        )
+        _adopt(tmp_path, plan, None)
+        assert len(run.paths.turn_numbers()) == left

@@ -6,7 +6,10 @@ import pytest
 
 from rollstream.errors import RewardError
 from rollstream.reward.base import FunctionReward, read_score
-from rollstream.trajectory import PromptRow
+from rollstream.rollout.group_reward import score_group
+from rollstream.rollout.worker import score_trajectories
+from rollstream.trajectory import PromptRow, Rollout
+from tests.unit.store.export.artifacts import trajectory
 
 RING: list[Any] = []
 RING.append(RING)
@@ -86,6 +89,80 @@ def test_a_dict() -> None:
 def test_what_is_no_score(returned: Any, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         read_score(returned)
+
+
+def test_steps_and_tokens() -> None:
+    returned = {"score": 1, "steps": np.array([1, 0.5]), "tokens": (True, np.float32(0.25))}
+    assert read_score(returned) == (1.0, {"steps": [1.0, 0.5], "tokens": [1.0, 0.25]})
+    assert read_score({"score": 1, "steps": 3}) == (1.0, {"steps": 3}), "a count is no list of rewards"
+    for wrong, message in (
+        ([0.0, float("nan")], "steps with nan, want a finite"),
+        ([None], "steps with None"),
+        ([[1.0]], r"steps with \[1.0\]"),
+    ):
+        with pytest.raises(RewardError, match=message):
+            read_score({"score": 1, "steps": wrong})
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"steps": [1.0]}, "1 steps for 2 turns of the model"),
+        ({"tokens": [0.0] * 4}, "4 tokens for 5 tokens of the response"),
+        ({"steps": [1.0, 2.0], "tokens": [0.0] * 5}, None),
+        ({"steps": 7}, None),
+    ],
+)
+async def test_counts_that_do_not_fit_are_failures_of_the_reward(
+    extra: dict[str, Any], message: str | None
+) -> None:
+    reward = FunctionReward(lambda **_: {"score": 1, **extra}, label="it", source_digest="")
+    scored = trajectory(reward=None)
+    row = PromptRow(0, "", [], "", None, {})
+    await score_trajectories(reward, row, [scored], decode=lambda ids: "", snapshots="outcome")
+    reward.close()
+    if message is None:
+        assert (scored.reward, scored.reward_extra) == (1.0, extra)
+    else:
+        assert scored.reward is None and message in scored.reward_extra["error"]
+        assert scored.reward_extra.keys() == {"error"}
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([1.0, {"score": 0, "why": "worse"}], None),
+        (np.array([1.0, 0.0]), None),
+        ([1.0], r"returned \[1.0\], want a list of 2 scores"),
+        (1.0, "want a list of 2 scores"),
+        ([1.0, float("nan")], "returned nan"),
+    ],
+)
+async def test_a_function_of_groups_scores_each_rollout(returned: Any, message: str | None) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def compare(
+        data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any, trajectories: Any
+    ) -> Any:
+        seen.append(locals())
+        return returned
+
+    reward = FunctionReward(compare, label="it", source_digest="")
+    rollouts = [Rollout(3, repeat, "", [trajectory(reward=None)], "sums", "7") for repeat in range(2)]
+    row = PromptRow(3, "", [], "sums", "7")
+    assert await reward.score(row, "one alone") == (None, {}) and not seen
+    errors: list[RewardError] = []
+    await score_group(reward, rollouts, decode=lambda ids: "", on_error=errors.append)
+    reward.close()
+    assert seen[0]["solution_strs"] == ["answer 1"] * 2 and seen[0]["ground_truths"] == ["7"] * 2
+    assert seen[0]["trajectories"][1] == trajectory(reward=None)
+    if message is None:
+        assert [one.final.reward for one in rollouts] == [1.0, 0.0] and not errors
+    else:
+        with pytest.raises(RewardError, match=message):
+            raise errors[0]
+        assert [one.final.reward for one in rollouts] == [None, None]
+        assert all("RewardError" in one.final.reward_extra["error"] for one in rollouts)
 
 
 def test_what_json_does_not_know_is_left_out_and_named() -> None:

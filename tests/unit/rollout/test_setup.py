@@ -152,3 +152,19 @@ async def test_a_hosted_model_has_a_loop_of_its_own() -> None:
         Agents(AgentLoops(), ToolBox(), Interactions()).check(
             {"chat_agent"}, load("chatml"), show_tools=True, images=False
         )
+
+
+async def test_a_reward_that_sees_groups_is_refused_where_nobody_waits_for_them(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos): ..."
+    )
+    words = [
+        f"actor_rollout_ref.model.path={MODEL_PATH}",
+        f"custom_reward_function.path={tmp_path / 'judge.py'}",
+    ]
+    settings = to_settings(as_config(words))
+    with pytest.raises(ConfigError, match="solution_strs"):
+        await build_setup(settings, await load_agents(settings))
+    setup = await build_setup(settings, await load_agents(settings), groups=True)
+    assert setup.group_reward is setup.reward and setup.judge is not None
+    await setup.close()

@@ -1,6 +1,7 @@
 from dataclasses import replace
 from typing import Any
 
+from rollstream.engine.base import TopScores
 from rollstream.testing.scripted import ScriptedEngine
 from rollstream.trajectory import Completion, SamplingParams
 from tests.unit.serving.served import END, saying, serving, tokenizer
@@ -141,10 +142,15 @@ async def test_what_cannot_be_answered_is_a_400() -> None:
 class Scoring(ScriptedEngine):
     def __init__(self) -> None:
         super().__init__()
-        self.capabilities = replace(self.capabilities, scores=True)
+        self.capabilities = replace(self.capabilities, scores=True, score_top_k=3)
 
     async def score(self, ids: list[int], start: int = 1) -> list[float]:
         return [-float(token) for token in ids[start:]]
+
+    async def score_top(self, ids: list[int], start: int, top_k: int) -> TopScores:
+        places = range(len(ids) - start)
+        values = [[-0.5 * at for at in range(top_k)] for _ in places]
+        return TopScores(await self.score(ids, start), [[*range(top_k)] for _ in places], values)
 
 
 async def test_log_probs_of_a_prompt_are_sglangs() -> None:
@@ -153,6 +159,19 @@ async def test_log_probs_of_a_prompt_are_sglangs() -> None:
             body = {**asking(max_new_tokens=1), "return_logprob": True, "logprob_start_len": start}
             reply = await client.answer("/generate", body)
             assert reply["meta_info"]["input_token_logprobs"] == entries
+
+
+async def test_the_likeliest_ids_of_a_prompts_places_are_sglangs() -> None:
+    async with serving(Scoring()) as client:
+        body = {**asking(max_new_tokens=1), "return_logprob": True, "logprob_start_len": 1}
+        meta = (await client.answer("/generate", {**body, "top_logprobs_num": 2}))["meta_info"]
+        assert meta["input_token_logprobs"] == [[None, 6, None], [-7, 7, None]]
+        assert meta["input_top_logprobs"] == [None, [[0.0, 0, None], [-0.5, 1, None]]]
+        for wrong in (
+            {**body, "top_logprobs_num": 4},
+            {**asking(), "return_logprob": True, "top_logprobs_num": 1},
+        ):
+            await client.refused("/generate", wrong)
 
 
 async def test_a_harmless_start_of_log_probs_is_ignored() -> None:

@@ -100,10 +100,10 @@ def test_journal_of_another_run_is_refused_whole(path: Path) -> None:
 
 def test_a_full_disk_leaves_only_what_was_durable(tmp_path: Path) -> None:
     journal = JournalFile(tmp_path / "000000.rsj", RUN_ID)
-    journal.append_durably(encode_frame(0, 0, 1, b"kept"))
+    journal.append(encode_frame(0, 0, 1, b"kept"))
     with full_disk(80), pytest.raises(OSError):
-        journal.append_durably(encode_frame(1, 0, 1, bytes(100)))
-    journal.append_durably(encode_frame(2, 0, 1, b"after"))
+        journal.append(encode_frame(1, 0, 1, bytes(100)))
+    journal.append(encode_frame(2, 0, 1, b"after"))
     journal.close()
     report = ScanReport()
     assert [frame.body for frame in scan(journal.path, RUN_ID, report)] == [b"kept", b"after"]

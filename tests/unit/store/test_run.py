@@ -25,7 +25,7 @@ from rollstream.store.batch import KEY_COLUMNS, SCHEMA, forget_old_digests, writ
 from rollstream.store.columns import RunColumns
 from rollstream.store.merge import merge_batches
 from rollstream.store.run import Run
-from rollstream.store.scores import SCORED_COLUMNS, score_folder, score_table
+from rollstream.store.scores import SCORED_COLUMNS, sidecar_table
 from rollstream.store.summary import read_status
 from rollstream.trajectory import Rollout
 from tests.unit.store.fabric import N, commit_all, failure, merge, open_dir, rollout, writing
@@ -83,7 +83,7 @@ def looking(look: Callable[[], None], every: int = 1) -> Iterator[None]:
 
 
 def write_scores(run: Run, name: str, rewards: dict[Key, float]) -> None:
-    score_folder(run.root).mkdir(exist_ok=True)
+    (run.root / "scores").mkdir(exist_ok=True)
     rows = [row for table in run.rows(SCORED_COLUMNS) for row in table.to_pylist()]
     scored = [
         row | {"reward": rewards[key], "reward_extra": "{}"}
@@ -92,8 +92,8 @@ def write_scores(run: Run, name: str, rewards: dict[Key, float]) -> None:
     ]
     names = [*SCORED_COLUMNS, "reward", "reward_extra"]
     table = pa.Table.from_pylist(scored, schema=pa.schema([SCHEMA.field(column) for column in names]))
-    write_tables_durably(score_table(run.root, name), [table], {}, table.schema)
-    forget_old_digests(score_table(run.root, name))
+    write_tables_durably(sidecar_table(run.root, name), [table], {}, table.schema)
+    forget_old_digests(sidecar_table(run.root, name))
 
 
 class RunLife(RuleBasedStateMachine):

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,9 +14,11 @@ import pytest
 from rollstream.errors import ConfigError, IdentityMismatchError, StorageError
 from rollstream.store.journal import JournalFile, ScanReport, scan
 from rollstream.store.merge import merge_batches
-from rollstream.store.records import EncodingError, RecordCodec
+from rollstream.store.records import EncodedTurn, EncodingError, RecordCodec
+from rollstream.store.run import Run
 from rollstream.store.validate import repair_run, validate_run
 from rollstream.store.writer import StoreWriter
+from rollstream.trajectory import RolloutKey
 from tests.support.until import PATIENCE_S
 from tests.unit.store.fabric import commit_all, failure, flip, keys_on_disk, merge, open_dir, rollout, writing
 
@@ -148,6 +151,23 @@ async def test_failures_are_recorded_and_a_later_success_wins(tmp_path: Path) ->
         assert (run.state.keys.done, run.state.keys.failed) == (2, 1)
 
 
+async def test_a_loop_gives_streams_of_its_own(tmp_path: Path) -> None:
+    rollouts = [rollout(at) for at in range(4)]
+    length = len(rollouts[0].final.response_ids)
+    given: list[Any] = [[0.5] * length, [0.5] * (length + 1), 7]
+    for one, values in zip(rollouts, given, strict=False):
+        one.final.extra["token_streams"] = {"entropy": values}
+    with writing(tmp_path, save_batch_size=10) as (_, writer):
+        results = await asyncio.gather(*map(writer.commit, rollouts), return_exceptions=True)
+        await writer.close()
+    assert [type(result) for result in results] == [type(None), EncodingError, EncodingError, type(None)]
+    (table,) = Run.open(tmp_path).rows(["index"], streams=["loop.entropy"])
+    assert table.to_pylist() == [
+        {"index": 0, "stream.loop.entropy": given[0]},
+        {"index": 3, "stream.loop.entropy": None},
+    ]
+
+
 async def test_what_cannot_be_stored_fails_alone(tmp_path: Path) -> None:
     bad = rollout(1)
     bad.final.response_ids = [2**40] * len(bad.final.response_mask)
@@ -204,7 +224,7 @@ async def test_a_run_that_holds_nothing_gives_way(tmp_path: Path) -> None:
         open_dir(tmp_path, **{"engine": "mistyped"})
 
 
-@pytest.mark.parametrize("where", ["append_durably", "mark_done"])
+@pytest.mark.parametrize("where", ["append", "mark_done"])
 async def test_an_unforeseen_error_in_the_writer_thread_reaches_everyone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -213,7 +233,7 @@ async def test_an_unforeseen_error_in_the_writer_thread_reaches_everyone(
 
     with writing(tmp_path, save_batch_size=10, pull_timeout=float("inf")) as (run, writer):
         await writer.commit(rollout(0))
-        target = {"append_durably": JournalFile, "mark_done": type(run.state.keys)}[where]
+        target = {"append": JournalFile, "mark_done": type(run.state.keys)}[where]
         monkeypatch.setattr(target, where, fail)
         async with asyncio.timeout(PATIENCE_S):
             results = await asyncio.gather(
@@ -263,6 +283,7 @@ async def test_a_seal_that_fails_is_never_passed_over(
 
 
 async def test_cancelled_closing_ends_only_when_the_threads_have(tmp_path: Path) -> None:
+    others = set(threading.enumerate())  # those of stores that other tests had die
     with writing(tmp_path, save_batch_size=4) as (_, writer):
         await asyncio.gather(*(writer.commit(rollout(index)) for index in range(30)))
         closing = asyncio.create_task(writer.close())
@@ -271,7 +292,8 @@ async def test_cancelled_closing_ends_only_when_the_threads_have(tmp_path: Path)
             closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("store-")]
+        left = set(threading.enumerate()) - others
+        assert not [thread for thread in left if thread.name.startswith("store-")]
 
 
 async def test_a_passing_read_error_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,6 +451,10 @@ async def test_files_say_what_the_log_probs_are_of(tmp_path: Path) -> None:
         writer.start()
         run.note_logprobs("processed")
         run.note_logprobs("raw")  # nothing is done yet: another engine may have been tried first
+        writer.keep(EncodedTurn(RolloutKey(0, 0), 0, b""))
+        await writer._at_rest()
+        with pytest.raises(ConfigError):
+            run.note_logprobs("processed")  # of which one rollout would have both kinds
         await writer.commit(rollout(0))
         await writer.commit(rollout(1))
         with pytest.raises(ConfigError):

@@ -745,14 +745,14 @@ def test_an_update_that_hangs_or_is_refused_is_a_clear_error_and_may_be_tried_ag
         batches.trained(batches.next_batch(LONG_S).step)
         for message in ("has not taken version 1 within", "is cut off"):
             with pytest.raises(WeightUpdateError, match=message):
-                batches.update_weights("w", timeout=0.3)
+                batches.update_weights("w", timeout=1.5)
             assert len(behaviours) == 5  # nothing is sent behind its back
         for message in ("shapes differ", "SystemExit of its own"):
             with pytest.raises(WeightUpdateError, match=message) as raised:
                 batches.update_weights("w")
             assert raised.value.__cause__ is not None
         with pytest.raises(WeightUpdateError, match="replicas"):
-            batches.update_weights("first", timeout=0.5)
+            batches.update_weights("first", timeout=2.0)
         assert batches.engine_version == 0
         batches.update_weights("w")  # waits for the engine that is away
         assert (batches.engine_version, behaviours) == (1, [])

@@ -6,7 +6,7 @@ import pytest
 
 from rollstream.errors import DataError
 from rollstream.training import collate, emission_views, to_dataproto
-from rollstream.trajectory import Trajectory
+from rollstream.trajectory import STREAMS, Trajectory
 from tests.unit.store.export.artifacts import trajectory
 
 torch = pytest.importorskip("torch")
@@ -52,6 +52,27 @@ def test_a_view_of_each_call_is_all_sampled() -> None:
     assert bool((batch["tool_mask"] == batch["completion_mask"]).all())
 
 
+def test_streams_come_by_their_names() -> None:
+    """R8: what a row does not have is no number, and no zero either."""
+    first, second = two()
+    first.extra = {
+        STREAMS: {"teacher": [-1.0, -2.0, 0.0, -3.0], "entropy": [0.1, 0.2, 0.0, 0.3]},
+        "color": "red",
+    }
+    second.extra = {STREAMS: {"entropy": [0.4]}}
+    batch = collate([first, second])
+    assert batch["stream.teacher"].dtype == torch.float32
+    assert batch["stream.teacher"].nan_to_num(nan=9.0).tolist() == [
+        [-1.0, -2.0, 0.0, -3.0],
+        [9.0, 0.0, 0.0, 0.0],
+    ]
+    assert batch["stream.entropy"][1].tolist() == [torch.tensor(0.4).item(), 0.0, 0.0, 0.0]
+    views = emission_views(first)
+    assert [view.streams["teacher"] for view in views] == [[-1.0, -2.0], [-3.0]]
+    assert all(view.extra["color"] == "red" for view in views)
+    assert not [name for name in collate(two()) if name.startswith("stream")]
+
+
 def test_without_token_ids_there_is_nothing_to_pad() -> None:
     with pytest.raises(DataError, match="no trajectories"):
         collate([])
@@ -69,3 +90,8 @@ def test_verls_dataproto() -> None:
     assert data.non_tensor_batch["emission_views"][0] == list(scored[0].generations())
     assert data.non_tensor_batch["acc"].tolist() == [1, None]
     assert len(data[:1]) == 1
+    scored[0].extra = {STREAMS: {"teacher": [-1.0, -2.0, 0.0, -3.0]}, "color": "red"}
+    data = to_dataproto(scored)
+    found, wanted = (one["stream.teacher"].nan_to_num(nan=9.0) for one in (data.batch, collate(scored)))
+    assert torch.equal(found, wanted)
+    assert STREAMS not in data.non_tensor_batch and data.non_tensor_batch["color"].tolist() == ["red", None]

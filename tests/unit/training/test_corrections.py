@@ -106,9 +106,11 @@ def test_stats() -> None:
     ratios = [math.exp(0.5), math.exp(-1.0)]
     assert stats["ratio_mean"] == pytest.approx(sum(ratios) / 2)
     assert (stats["ratio_min"], stats["ratio_max"]) == pytest.approx((ratios[1], ratios[0]))
-    assert stats["kl"] == pytest.approx(0.25)
+    assert stats["kl_k1"] == pytest.approx(0.25)
     assert stats["kl_k3"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 2)
-    assert set(is_stats(trainer, sampler, np.zeros((1, 3))).values()) == {0.0}
+    assert (stats["kl_beyond_bound"], stats["kl_ratio_beyond"]) == (1, 0.5)
+    none = is_stats(trainer, sampler, np.zeros((1, 3)))
+    assert set(none.values()) == {0.0} and none.keys() == stats.keys()
 
 
 def test_nonsense_is_refused() -> None:

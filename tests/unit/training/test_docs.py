@@ -18,6 +18,7 @@ from rollstream.training import (
     PlannedGroup,
     ShuffledPlan,
 )
+from tests.support.training import StoredGroups
 from tests.support.until import PATIENCE_S
 
 PAGE = Path(__file__).parents[3] / "docs" / "training.md"
@@ -121,4 +122,17 @@ def test_the_loop_over_batches_by_number_generates_while_it_trains(settings: str
 
 
 def test_every_loop_is_run() -> None:
-    assert len(blocks()) == 4
+    assert len(blocks()) == 5
+
+
+def test_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan, seen = ShuffledPlan(9, epochs=1), list[GroupBatch]()
+    with BatchesAhead(plan, StoredGroups(), groups_per_step=3, store="outputs/rollouts") as batches:
+        trained = []
+        for batch in batches:
+            trained.append([group.index for group in batch.groups])
+            batches.trained(batch.step)
+            batches.update_weights()
+    exec(block("ReplayGroups("), {"train_on": seen.append})
+    assert [[group.index for group in batch.groups] for batch in seen] == trained

@@ -3,10 +3,15 @@
 import asyncio
 import gc
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollstream.agent.registry import register
+from rollstream.agent.single_turn import SingleTurnAgent
+from rollstream.engine.continuation import ContinuingEngine
+from rollstream.engine.sglang import SGLangEngine
 from rollstream.errors import (
     ConfigError,
     DroppedGroupError,
@@ -17,10 +22,13 @@ from rollstream.errors import (
     WeightUpdateError,
 )
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
+from rollstream.testing.stub_faults import Latency
+from rollstream.testing.stub_server import StubModel, StubServer
 from rollstream.training.ahead import BatchesAhead
+from rollstream.training.group import CallableGenerator
 from rollstream.training.plan import PlannedGroup, ShuffledPlan
 from rollstream.training.rollout_groups import RolloutGroups
-from rollstream.trajectory import Failure, Rollout
+from rollstream.trajectory import Failure, Rollout, SamplingParams, Trajectory
 from tests.unit.agent.rollouts import make_row, make_worker, resources
 
 NEVER_S = 3600.0
@@ -231,3 +239,54 @@ def test_an_engine_that_is_gone_for_a_while_costs_nothing_but_time() -> None:
             if step == 1:
                 batches.submit(outage(engine, seconds)).result(60)
     assert sequence == [plan.at(position) for position in range(12)]
+
+
+@register("two_turns")
+class TwoTurns(SingleTurnAgent):
+    """Asks twice for the same prompt, and tells the versions of both answers."""
+
+    async def run(self, sampling: SamplingParams, **row: Any) -> Trajectory:
+        first = await super().run(sampling, **row)
+        await asyncio.sleep(row["index"] % 3 / 50)
+        second = await super().run(sampling, **row)
+        first.extra["versions"] = [first.policy_versions, second.policy_versions]
+        return first
+
+
+async def test_pinned_rollouts_are_of_one_version_each(tmp_path: Path) -> None:
+    def groups(engine: Any, **options: Any) -> RolloutGroups:
+        worker = make_worker(resources(engine, response_length=8), loop="two_turns")
+        return RolloutGroups(worker, make_row, 2, engine=engine, **options)
+
+    def run(url: str) -> list[tuple[int, Any]]:
+        engine = ContinuingEngine(SGLangEngine([url]))
+        options: dict[str, Any] = {"groups_per_step": 4, "weights": "pinned"}
+        for wrong in (ScriptedEngine(), engine):
+            with pytest.raises(ConfigError, match="pinned"):
+                given = {"push_weights": engine.update_weights} if wrong is engine else {}
+                BatchesAhead(ShuffledPlan(9), groups(wrong, **given), **options)
+        with pytest.raises(ConfigError, match="pins no rollout"):
+            BatchesAhead(ShuffledPlan(9), CallableGenerator(engine.generate), **options)  # type: ignore[arg-type]
+        found = []
+        with BatchesAhead(ShuffledPlan(9), groups(engine), **options) as batches:
+            for step in range(1, 5):
+                batch = batches.next_batch(60)
+                found += [
+                    (group.start, rollout.final.extra["versions"])
+                    for group in batch.groups
+                    for rollout in group.rollouts
+                ]
+                batches.trained(batch.step)
+                (tmp_path / str(step)).mkdir()
+                (tmp_path / str(step) / "adapter_config.json").write_text("{}")
+                batches.update_weights(str(tmp_path / str(step)))
+        return found
+
+    async with StubServer(model=StubModel(adapters=2), latency=Latency.parse("fixed:0.02")) as server:
+        found = await asyncio.to_thread(run, server.url)
+    assert len(found) == 32 and len({start for start, _ in found}) > 1
+    for start, (first, second) in found:
+        assert first == second and len(first) == 1 and first[0][1] >= start
+    async with StubServer(model=StubModel(adapters=1)) as server:
+        with pytest.raises(ConfigError, match="max_staleness"):
+            await asyncio.to_thread(run, server.url)

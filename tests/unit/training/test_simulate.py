@@ -22,6 +22,7 @@ def test_constant_times_are_as_one_computes_them(generation: float, training: fl
     flying = simulate(replace(setup, weights="in_flight"))
     assert flying.step_s == pytest.approx(max(generation, training + 0.25))
     assert flying.first_s == generation
+    assert simulate(replace(setup, weights="pinned")) == flying
     drained = simulate(setup)
     assert drained.step_s == pytest.approx(max(generation, training) + 0.25)  # the engine idles meanwhile
     assert drained.staleness_max == 1

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rollstream.errors import ConfigError
-from rollstream.trajectory import Metrics
+from rollstream.trajectory import STREAMS, Metrics
 from rollstream.view.app import ViewServer
 from rollstream.web import Access
 from tests.support.view_runs import (
@@ -30,6 +30,8 @@ from tests.support.view_runs import (
     write_run,
     writing,
 )
+from tests.unit.rollout.test_annotate import annotated
+from tests.unit.view.test_tokens import decoded
 
 
 class Page:
@@ -135,6 +137,23 @@ async def test_rows_come_sorted_filtered_and_by_pages(folder: Path) -> None:
             await one.get(f"{run}/rows", status=400, **wrong)
 
 
+async def test_the_texts_of_rows(folder: Path) -> None:
+    """The last message of a prompt, the last answer, and the truth; only of rows that there are."""
+    async with page(folder) as one:
+        run = await one.run("agent")
+        rows = (await one.get(f"{run}/rows", filter="is_snapshot = false", columns="index", limit=3))["rows"]
+        said = await one.get(f"{run}/texts", rows=",".join(str(row) for row, _ in rows) + ",999999")
+        assert set(said["texts"]) == {str(row) for row, _ in rows}
+        for row, index in rows:
+            texts = said["texts"][str(row)]
+            assert texts["prompt"].startswith(f"Weather in city {index}?") and texts["truth"].startswith(
+                '{"clothes"'
+            )
+            whole = await one.get(f"{run}/trajectories/{row}")
+            assert texts["answer"] == whole["messages"][-1]["content"]
+        await one.get(f"{run}/texts", status=400, rows="1,x")
+
+
 async def test_calls_and_errors_by_tool(tmp_path: Path) -> None:
     made = [
         rollout(
@@ -155,6 +174,18 @@ async def test_calls_and_errors_by_tool(tmp_path: Path) -> None:
             tool["name"]: (tool["calls"], tool["errors"]) for tool in (await one.get(f"{run}/tools"))["tools"]
         }
     assert found == {"a": (3, 0), "b": (1, 1), None: (2, 0)}
+
+
+async def test_how_each_source_of_prompts_does(tmp_path: Path) -> None:
+    made = [rollout(0, at, extra={"source": "sums"}, reward=float(at)) for at in range(3)]
+    made += [rollout(1, at, extra={"source": "code"}, reward=1.0) for at in range(2)]
+    await asyncio.to_thread(write_run, tmp_path / "run", made, prompts=2)
+    async with page(tmp_path) as one:
+        found = await one.get(f"{await one.run('run')}/sources")
+    assert found == {
+        "code": {"completed": 2, "failed": 0, "mean_reward": 1.0},
+        "sums": {"completed": 3, "failed": 0, "mean_reward": 1.0},
+    }
 
 
 async def test_a_part_of_the_reward_may_have_any_name(tmp_path: Path) -> None:
@@ -244,11 +275,12 @@ async def test_search_finds_what_is_there_and_ends(folder: Path) -> None:
 async def test_two_runs_against_each_other(folder: Path, tmp_path: Path) -> None:
     rewards = [1, 1, 0, 1, 0, 0, 1, 0]
     made = [rollout(at // 2, at % 2, reward=rewards[at]) for at in range(8)]
-    await asyncio.to_thread(write_run, tmp_path / "b", made, n=2, prompts=9)
+    await asyncio.to_thread(write_run, tmp_path / "b", made, n=2, prompts=9, temperature=0.5)
     async with page(folder, tmp_path / "b") as one:
         ids = [(await one.run(name)).rpartition("/")[2] for name in ("plain", "b")]
         said = await one.get("/api/compare", a=ids[0], b=ids[1], sort="-difference")
         assert (said["prompts"], said["won"], said["lost"], said["tied"]) == (4, 1, 1, 2)
+        assert ["temperature", None, 0.5] in said["differs"]
         assert [row["difference"] for row in said["rows"]] == [0.5, 0.0, 0.0, -0.5]
         assert said["interval"][0] < said["difference"] < said["interval"][1]
         for outcome, change in (("won", [0.5]), ("tied", [0.0, 0.0]), ("lost", [-0.5])):
@@ -473,7 +505,7 @@ def test_the_page_needs_none_of_the_heavy_packages(folder: Path) -> None:
     code = f"""
 import sys
 from rollstream.view import app, reader, tokens, overview
-from rollstream.view.filter import Filter, sort_rows
+from rollstream.store.filter import Filter, sort_rows
 from rollstream.view.sources import Sources
 
 for run in Sources([{str(folder)!r}]).all():
@@ -513,6 +545,31 @@ async def test_a_run_that_was_begun_anew_is_another_run(tmp_path: Path) -> None:
         await stream.aclose()
 
 
+def test_a_stream_is_a_column_of_the_tokens(tmp_path: Path) -> None:
+    annotated(write_run(tmp_path / "run", [rollout(0, 0, length=6)], n=1, prompts=1))
+
+    async def ask() -> bytes:
+        async with page(tmp_path) as one:
+            _, data, _ = await one.raw(f"{await one.run('run')}/trajectories/0/tokens")
+            return data
+
+    header, columns = decoded(asyncio.run(ask()))
+    assert "teacher_logprob" in [one["name"] for one in header["columns"]]
+    assert np.isfinite(columns["teacher_logprob"][-6:]).all()
+
+
+async def test_a_stream_of_the_rollouts_is_one_too(tmp_path: Path) -> None:
+    """As a training keeps it; the page's table of the rest has other things to show."""
+    extra = {STREAMS: {"teacher": [-0.5] * 6}, "color": "red"}
+    made = [rollout(0, 0, length=6, extra=extra)]
+    await asyncio.to_thread(write_run, tmp_path / "run", made, n=1, prompts=1)
+    async with page(tmp_path) as one:
+        run = await one.run("run")
+        _, data, _ = await one.raw(f"{run}/trajectories/0/tokens")
+        assert (await one.get(f"{run}/trajectories/0"))["extra"] == {"color": "red"}
+    assert decoded(data)[1]["teacher_logprob"][-6:].tolist() == [-0.5] * 6
+
+
 async def test_the_token_of_a_buffer_is_not_shown() -> None:
     server = ViewServer(["http://x:secret@127.0.0.1:9/"], Access())
     url = await server.start("127.0.0.1", 0)
@@ -532,3 +589,17 @@ async def test_arguments_of_tools_are_found_as_they_are_shown(tmp_path: Path) ->
         for text, hits in (('{"City": "oslo', 1), ("look", 1), ('\\n"', 1), ('"', 1), ('"bergen"', 0)):
             *_, (event, _, data) = [each async for each in one.events(f"{run}/search", text=text)]
             assert (event, data["hits"]) == ("done", hits), text
+
+
+async def test_groups_of_a_training_lead_to_its_store(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "agent", tmp_path / "out" / "rollouts")
+    (tmp_path / "out" / "rollouts" / "training").mkdir()
+    group = {"index": 7, "position": 2, "prompt_key": "another"}
+    line = {"first": 1, "step": 1, "groups": [group, {"index": 8}]}
+    (tmp_path / "out" / "rollstream_groups.jsonl").write_text(json.dumps(line) + "\n")
+    async with page(tmp_path) as one:
+        sources = {source["kind"]: source for source in (await one.get("/api/sources"))["sources"]}
+        shown = await one.get(f"/api/training/{sources['training']['id']}/groups", step=1)
+        [link] = shown["groups"][0]["runs"]
+        assert link["index"] == 2 and "runs" not in shown["groups"][1]
+        assert (await one.get(f"/api/runs/{link['id']}/groups/2"))["index"] == 2

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollstream.evaluate import read_runs, summarize
 from rollstream.store.columns import RunColumns
 from rollstream.store.run import Run
 from rollstream.view.overview import compare, edges, group_figures, mean_interval, overview
@@ -60,7 +61,7 @@ def test_groups_are_what_python_says(
     nothing = sum(len({one for one in some if one is not None}) == 1 for some in several)
     assert said["groups"]["no_signal"] == nothing  # a group of one has nothing to differ from
     everything = [one for _, one in rewards if one is not None]
-    mean, interval = mean_interval(groups)
+    mean, interval = mean_interval(columns, groups)
     assert mean == (pytest.approx(statistics.mean(everything)) if everything else None)
     assert interval is None or interval[0] <= mean <= interval[1]
     if everything:
@@ -115,6 +116,20 @@ def test_a_prompt_that_is_in_a_dataset_twice_is_one_prompt(tmp_path: Path) -> No
     said, columns = compare(run("a", [0.0, 1.0, 0.0]), run("b", [1.0, 1.0, 1.0]))
     assert columns["mean_a"].tolist() == [0.5, 0.0] and columns["index_a"].tolist() == [0, 2]
     assert (said["prompts"], said["only_a"], said["only_b"], said["won"]) == (2, 0, 0, 2)
+
+
+def test_groups_of_one_prompt_depend_on_each_other(tmp_path: Path) -> None:
+    records = [rollout(index, 0, reward=float(index % 4 > 1)) for index in range(8)]
+    for one in records:
+        one.prompt_key = f"{one.index % 4:032x}"  # as a training in its second epoch
+    run = write_run(tmp_path / "run", records, n=1)
+    columns = RunColumns([Run.open(run)])
+    columns.refresh()
+    mean, interval = mean_interval(columns, group_figures(columns))
+    (judged,) = read_runs([run])
+    said = summarize(judged.samples).reward
+    assert said is not None and interval is not None
+    assert (mean, *interval) == pytest.approx((said.mean, said.low, said.high))
 
 
 @pytest.mark.parametrize("high", [1e308, 1.7976931348623157e308])

@@ -75,10 +75,14 @@ class Tool(ABC):
     Methods may be plain functions as well; those run in threads.
 
     Attributes:
+        stateless: Whether no call depends on the calls before it, so that a rollout may go on in another process
+            (`generation.keep_turns`); such a tool has no `calc_reward`.
         config: `config` of the tool file.
         tool_schema: See `OpenAIFunctionToolSchema`.
         name: What the model calls it.
     """
+
+    stateless = False
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         self.config = config

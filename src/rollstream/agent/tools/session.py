@@ -173,6 +173,12 @@ class ToolSession:
         """OpenAI schemas of this rollout's tools, in order."""
         return [tool.schema for tool in self._tools.values()]
 
+    @property
+    def is_stateless(self) -> bool:
+        """Whether no call depends on the calls before. A function does not know whose calls it answers."""
+        tools = self._tools.values()
+        return all(isinstance(one, FunctionTool) or getattr(one.tool, "stateless", False) for one in tools)
+
     async def run(self, calls: Sequence[ToolCall], **context: Any) -> list[ToolResult]:
         """Runs the calls of one turn, some at once; they begin in this order, and so do the results stand.
 

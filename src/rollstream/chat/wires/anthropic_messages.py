@@ -118,7 +118,6 @@ class MessagesWire:
     keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def read(self, body: Mapping[str, Any], *, images: bool, strict: bool = False) -> Asked:
-        """Reads a request."""
         given, notes = dict(body), Notes(strict=strict)
         if given.get("thread"):
             raise RequestError(
@@ -164,7 +163,6 @@ class MessagesWire:
         )
 
     def body(self, asked: Asked, answer: Answer) -> dict[str, Any]:
-        """The answer as one object."""
         cached = answer.completion.cached_prompt_tokens
         reason = "end_turn"
         if answer.calls:
@@ -188,7 +186,6 @@ class MessagesWire:
         }
 
     def stream(self, asked: Asked, answer: Answer) -> bytes:
-        """The answer as events."""
         return named_events(_events(self.body(asked, answer)))
 
     def error(self, error: HTTPError) -> dict[str, Any]:

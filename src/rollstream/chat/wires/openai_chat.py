@@ -9,13 +9,13 @@ import secrets
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import orjson
 
-from rollstream.chat.messages import Part
+from rollstream.chat.messages import Part, answer_message
 from rollstream.chat.parsers.base import ParsedOutput
 from rollstream.chat.wires.exchange import (
     Answer,
@@ -151,28 +151,19 @@ def assistant_message(parsed: ParsedOutput, special_texts: Iterable[str], *, too
         special_texts: special tokens as text; structure, which is left out.
         tools: whether the prompt showed some.
     """
-    calls = [call for call in parsed.calls if call.error is None] if tools else []
+    # Nine letters and digits: Mistral's templates take no other id.
+    calls = [
+        replace(call, call_id=call.call_id or f"c{secrets.token_hex(4)}")
+        for call in parsed.calls
+        if tools and call.error is None
+    ]
     if tools:
         content = parsed.content + "".join(call.text for call in parsed.calls if call.error is not None)
     else:
         content = "".join(part.text for part in parsed.segments if part.kind in ("content", "call"))
     for text in special_texts:
         content = content.replace(text, "")
-    reasoning = parsed.reasoning
-    message: Message = {"role": "assistant", "content": content.strip() if reasoning or calls else content}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = [
-            {
-                # Nine letters and digits: Mistral's templates take no other id.
-                "id": call.call_id or f"c{secrets.token_hex(4)}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in calls
-        ]
-    return message
+    return answer_message(content, parsed.reasoning, calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +355,6 @@ class ChatWire:
         return event_stream(self._whole(answer).chunks(asked.raw))
 
     def error(self, error: HTTPError) -> dict[str, Any]:
-        """OpenAI's shape."""
         return error_body(error)
 
     def error_event(self, error: HTTPError) -> bytes:

@@ -108,7 +108,6 @@ class ResponsesWire:
     keep_alive = b": keep-alive\n\n"
 
     def read(self, body: Mapping[str, Any], *, images: bool, strict: bool = False) -> Asked:
-        """Reads a request."""
         given, notes = dict(body), Notes(strict=strict)
         sampling = take_sampling(given)
         if given.pop("parallel_tool_calls", None) is False:
@@ -147,7 +146,6 @@ class ResponsesWire:
         )
 
     def body(self, asked: Asked, answer: Answer) -> dict[str, Any]:
-        """The answer as one object."""
         whole = answer.completion
         usage = {
             "input_tokens": len(answer.prompt_ids),
@@ -169,12 +167,10 @@ class ResponsesWire:
         }
 
     def stream(self, asked: Asked, answer: Answer) -> bytes:
-        """The answer as events."""
         events = _events(self.body(asked, answer))
         return named_events({**event, "sequence_number": at} for at, event in enumerate(events))
 
     def error(self, error: HTTPError) -> dict[str, Any]:
-        """OpenAI's shape."""
         return error_body(error)
 
     def error_event(self, error: HTTPError) -> bytes:

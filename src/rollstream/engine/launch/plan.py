@@ -48,6 +48,9 @@ _DEVICES = ("GPU", "NPU")
 """Ray's resources that are devices of a server: NVIDIA's and AMD's; Ascend's."""
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `--max-lora-rank`."""
+
 OWN_KEYS = (*_SIZES, "gpu_memory_utilization", "dtype", "load_format")
 """Keys of `actor_rollout_ref.rollout` that servers have arguments for. Those are set by these keys alone:
 devices are counted by them, or they are part of the identity."""
@@ -174,6 +177,10 @@ def launch_plan(
         python = str(Path(python).expanduser().absolute())
     arguments = {**request.arguments, "model_path": path, "max_model_len": max_model_len}
     request = replace(request, arguments=arguments)
+    if server == "vllm" and arguments.get("lora_rank"):
+        request = replace(request, env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", **request.env})
+    if server == "vllm" and arguments.get("sends_weights"):
+        request = replace(request, env={"VLLM_SERVER_DEV_MODE": "1", **request.env})
 
     if request.where == "ray":
         replica_resources(request.actor_options)  # refused here, before a cluster is joined
@@ -242,7 +249,9 @@ def count_replicas(server: ServerKind, request: LaunchRequest, found: Sequence[i
         used = [per_node] * nodes
         if sum(count >= per_node for count in found) < nodes:
             raise ConfigError(
-                f"trainer.n_gpus_per_node is {per_node} and trainer.nnodes is {nodes}, but {has}"
+                f"trainer.n_gpus_per_node is {per_node} and trainer.nnodes is {nodes}, but {has}: to launch "
+                f"on fewer set these, to ask servers elsewhere {_ROLLOUT}.server_urls, for the CPU "
+                f"{_ROLLOUT}.name=openvino or hf"
             )
     if each > max(found):
         raise ConfigError(f"{sizes} of one node, but {has}")
@@ -323,6 +332,12 @@ def server_words(
                 f"{_ROLLOUT}.{key}={value}: `rollstream serve` has no such option (its engine may, by "
                 f"{_ROLLOUT}.launch.args.engine_kwargs)"
             )
+    own |= _lora_arguments(server, request.arguments.get("lora_rank") or 0)
+    if request.arguments.get("sends_weights"):
+        if server == "rollstream":
+            raise ConfigError(f"{_ROLLOUT}.weight_transfer: `rollstream serve` reads weights from a folder")
+        if server == "vllm":
+            own["weight-transfer-config"] = {"backend": "rollstream"}
     if server == "vllm":
         own["enable-scale-out"] = True  # the route that takes and gives token ids, and aborts
     elif server == "rollstream":
@@ -332,6 +347,17 @@ def server_words(
     for name, value in (own | further).items():
         words += _words(name, value, json=server != "rollstream")
     return words
+
+
+def _lora_arguments(server: ServerKind, rank: int) -> dict[str, Any]:
+    """A server's arguments for adapters of a rank. Two at once: of the newest weights, and of those before."""
+    if not rank or server == "rollstream":  # configurations of verl's have a rank where nobody gives adapters
+        return {}
+    if server == "sglang":
+        return {"enable-lora": True, "max-lora-rank": rank, "lora-target-modules": "all"}
+    if not (fits := [most for most in _LORA_RANKS if most >= rank]):
+        raise ConfigError(f"actor_rollout_ref.model.lora_rank={rank}: vLLM takes up to {_LORA_RANKS[-1]}")
+    return {"enable-lora": True, "max-lora-rank": fits[0], "max-loras": 2}
 
 
 def _words(name: str, value: Any, *, json: bool) -> Iterator[str]:

@@ -171,7 +171,7 @@ class RayProcess:
 
     async def _ended(self) -> str:
         try:
-            return str(await self._actor.wait.remote())
+            return str(await self._actor.of_process.remote("wait"))
         except Exception as error:
             return f"was lost with its actor or node ({one_line(error)})"
 
@@ -179,7 +179,7 @@ class RayProcess:
         """The actor's answer; None when it is dead, or does not."""
         try:
             async with asyncio.timeout(seconds):
-                answer: object = await getattr(self._actor, method).remote()
+                answer: object = await self._actor.of_process.remote(method)
         except Exception as error:
             _LOG.debug("the actor of %s does not say %s: %s", self.what, method, one_line(error))
             return None
@@ -218,14 +218,9 @@ class ReplicaHost:
         )
         return process.url, f"{process.what} on node {address}"
 
-    async def wait(self) -> str:
-        return await self._process.wait()
-
-    async def last_words(self) -> str:
-        return await self._process.last_words()
-
-    async def stop(self) -> None:
-        await self._process.stop()
+    async def of_process(self, method: str) -> Any:
+        """What a method of the replica's `LocalProcess` gives."""
+        return await getattr(self._process, method)()
 
 
 def _end(actor: Any) -> None:

@@ -1,5 +1,6 @@
 """rollstream's own state in a trainer's checkpoint, which checkpoints are whole, and Ctrl-C."""
 
+import contextlib
 import json
 import logging
 import signal
@@ -66,6 +67,14 @@ def last_whole(folder: str) -> str | None:
             f"no checkpoint in {folder} is whole: name another by resume_from_checkpoint, or begin without it"
         )
     return None
+
+
+def is_newest(checkpoint: str) -> bool:
+    """Whether no later checkpoint beside it is whole."""
+    with contextlib.suppress(ConfigError):
+        last = last_whole(str(Path(checkpoint).parent))
+        return last is None or Path(last).samefile(checkpoint)
+    return True
 
 
 class Interrupt:

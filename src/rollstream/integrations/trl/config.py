@@ -1,5 +1,6 @@
 """The settings of `GRPOEnvTrainer`: TRL's, and how batches are generated ahead."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ def _setting(default: Any, meaning: str) -> Any:
 _CHOICES = {
     "sampler_correction": ("ratio", "truncate", "mask", "none"),
     "sampler_level": ("token", "sequence", "geometric"),
-    "weight_sync": ("drain", "in_flight"),
+    "weight_sync": ("drain", "in_flight", "pinned"),
+    "weight_transfer": ("folder", "gloo", "nccl", "deltas"),
     "order": ("plan", "first"),
 }
-_OPTIONAL_COUNTS = ("async_max_queue_size", "batch_tokens", "batch_groups_max")
+_OPTIONAL_COUNTS = (
+    *("async_max_queue_size", "batch_tokens", "batch_groups_max"),
+    *("rollout_store_keep_steps", "rollout_store_max_bytes"),
+)
 _SECONDS = ("async_generation_timeout", "weight_sync_timeout")
 
 
@@ -58,10 +63,20 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
     )
     sampler_ratio_max: float = _setting(2.0, "truncate: the ratio's cap; mask: beyond it the weight is 0.")
     sampler_ratio_min: float = _setting(0.5, "mask: below it the weight is 0.")
+    step_reward_weight: float = _setting(
+        0.0,
+        "Of a turn's advantage, beside that of its rollout: the reward's `steps`, summed up from the turn on, "
+        "compared with the same turn of the group's other rollouts.",
+    )
+    step_reward_gamma: float = _setting(1.0, "step_reward_weight: discounts the steps of later turns.")
+    token_reward_weight: float = _setting(
+        0.0, "Of the reward's `tokens`, which are added to the advantages of tokens as they are."
+    )
     weight_sync: str = _setting(
         "drain",
         "drain: a weight update waits until nothing is being generated; in_flight: it comes between the tokens "
-        "of what is. An engine that shares the trainer's weights is always updated in flight.",
+        "of what is; pinned (PEFT models): a rollout ends under the adapter that it began with, and nothing waits. "
+        "An engine that shares the trainer's weights is always updated in flight: hf, unless weights are pinned.",
     )
     weight_sync_timeout: float = _setting(
         300.0, "Seconds for a weight update, the wait for an idle engine included."
@@ -70,6 +85,12 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
         None,
         "Where weights are written for the engine to read: a folder that its servers see, best in memory. None: "
         "a temporary folder of this machine.",
+    )
+    weight_transfer: str = _setting(
+        "folder",
+        "folder: weights are written for the engine to read; gloo (TCP), nccl (between CUDA devices): servers of "
+        "vLLM or SGLang are sent them; deltas: what changed is written into weights_dir, for `rollstream weights` "
+        "beside them.",
     )
     order: str = _setting(
         "plan",
@@ -104,6 +125,38 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
         "The first Ctrl-C lets the batch under way be trained, saves a checkpoint and ends; a second one ends "
         "at once. False: Ctrl-C ends at once.",
     )
+    rollout_store: str | None = _setting(
+        "rollouts",
+        "Where each finished rollout is kept, so that a crash costs only what was in flight: a folder, within "
+        "output_dir unless it is absolute. `rollstream view`, `eval`, `export` read it. None: nothing is kept.",
+    )
+    rollout_store_keep_steps: int | None = _setting(
+        None,
+        "Batches that were trained more than so many batches before the last checkpoint but one are deleted. None: "
+        "none are.",
+    )
+    rollout_store_max_bytes: int | None = _setting(
+        None,
+        "Beyond so many bytes what was set aside and the oldest batches are deleted, but none that the last two "
+        "checkpoints may need. None: nothing is.",
+    )
+    rollout_replay: str | None = _setting(
+        None,
+        "The store of another training (its rollout_store), whose batches are trained on again, in their order: "
+        "without an engine, without a store of its own, and as long as there are any.",
+    )
+    teacher: dict[str, str] | str | None = _setting(  # noqa: RUF009  # a field, as all of them
+        None,
+        "A model that is asked for the log-probs of each finished rollout's tokens, for distill_coef: a folder or hub "
+        "name of one that is loaded here, or URLs of its servers. Several by name (a mapping, or JSON text): each "
+        "row's teacher_column names its own. None: nobody.",
+    )
+    teacher_column: str = _setting("teacher", "Of several teachers: the column that names a row's.")
+    distill_coef: float = _setting(
+        0.0,
+        "On-policy distillation: so many times the teacher's log-prob minus the sampler's is added to the advantage of "
+        "each token. For that alone set reward_weights to 0.",
+    )
     max_failed_groups: int = _setting(
         8,
         "Groups in a row of which every rollout may fail for good; one more ends the training. A failed rollout "
@@ -112,6 +165,8 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.teacher, str) and self.teacher.startswith("{"):
+            self.teacher = json.loads(self.teacher)
         counts = [name for name in _OPTIONAL_COUNTS if getattr(self, name) is not None]
         for name in ("num_steps_async", "max_failed_groups", *counts):
             if type(value := getattr(self, name)) is not int or value < 0:
@@ -135,6 +190,10 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
                 f"weights_dir={self.weights_dir}: there is no such folder",
             ),
             (
+                self.weights_dir is None and self.weight_transfer == "deltas",
+                "weight_transfer='deltas' writes into weights_dir: set it",
+            ),
+            (
                 self.use_vllm or self.use_transformers_continuous_batching or self.generation_kwargs,
                 "use_vllm, use_transformers_continuous_batching and generation_kwargs are for TRL's own ways to "
                 "generate: the environment's engine generates here, by actor_rollout_ref.rollout.*",
@@ -143,6 +202,14 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
                 self.generate_every % self.gradient_accumulation_steps,
                 f"steps_per_generation * num_iterations = {self.generate_every} must be a multiple of "
                 f"gradient_accumulation_steps = {self.gradient_accumulation_steps}: batches end with a step",
+            ),
+            (
+                self.rollout_replay is not None and self.eval_strategy != "no",
+                "rollout_replay has no engine, which eval_strategy needs: evaluate when it has ended",
+            ),
+            (
+                self.distill_coef and self.teacher is None and self.rollout_replay is None,
+                f"distill_coef={self.distill_coef} needs a teacher",
             ),
             (
                 self.group_priority is not None and self.order != "first",

@@ -5,15 +5,18 @@ decides (sampling, lengths, seed, repeats) comes from its own arguments.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from omegaconf import DictConfig
 
 from rollstream.config.load import compose, is_set, refuse_keys, to_settings
+from rollstream.data.mixed import read_sources
 from rollstream.data.prompts import load_prompts
 from rollstream.data.row import parse_row
 from rollstream.data.values import BadRow, to_jsonable
+from rollstream.engine.registry import is_launched
 from rollstream.errors import ConfigError, DataError
 from rollstream.integrations.configured_groups import Layers, refuse_without_effect, resolve_config
 from rollstream.sampling import sampling_of_row
@@ -29,18 +32,27 @@ _TRAINERS_KEYS = {
     f"{_ROLLOUT}.n": "num_generations",
     f"{_ROLLOUT}.response_length": "max_completion_length",
     f"{_ROLLOUT}.calculate_log_probs": "sampler_correction",
+    f"{_ROLLOUT}.weight_transfer": "weight_transfer",
     "generation.seed": "seed",
 }
 """Keys that the trainer's arguments decide, and by which one."""
 
 _DATA_KEYS = (
-    *("data.train_files", "data.prompt_key", "data.ground_truth_key", "data.train_max_samples"),
+    *(
+        "data.train_files",
+        "data.sources",
+        "data.prompt_key",
+        "data.ground_truth_key",
+        "data.train_max_samples",
+    ),
     *("data.shuffle", "data.seed", "data.custom_cls.path", "data.custom_cls.name", "train_tasks"),
 )
 """Keys that say which prompt rows there are."""
 
 _PACKED = "rollstream_row"
 """The column of `RolloutEnvironment.dataset` that has all of a row but its prompt, as JSON text."""
+_KEYS = "rollstream_keys"
+"""In it: the prompt key of the file's row, another form of the same content, by the key of this one."""
 
 IMAGE_COLUMNS = ("images", "image")
 """In which TRL looks for images, too; a dataset may have them with nothing in them."""
@@ -68,6 +80,8 @@ class RolloutEnvironment:
         self._overrides = list(overrides)
         self._layers = list(config)
         self._given = given = compose(self._overrides, layers=self._layers)
+        self.sources = read_sources(to_settings(given).data.sources)
+        """The entries of `data.sources`."""
         for key, argument in _TRAINERS_KEYS.items():
             refuse_keys(given, [key], f"is the trainer's to decide: set {argument} in its arguments")
         refuse_without_effect(given, self._overrides, self._layers)
@@ -77,23 +91,30 @@ class RolloutEnvironment:
         self.limits_attempts = is_set(given, self._overrides, self._layers, "attempt_timeout", other)
         """Whether `generation.attempt_timeout` is set, if to its default."""
 
-    def resolve(self, args: "GRPOEnvConfig", model_path: str | None) -> DictConfig:
+    def resolve(self, args: "GRPOEnvConfig", model_path: str | None, adapter_rank: int = 0) -> DictConfig:
         """The whole configuration. Builds the tasks' files, if there are any.
 
         Args:
             args: of the trainer.
             model_path: the folder or name that its model was loaded from; a key of one's own goes before it.
+            adapter_rank: of the adapter that it trains; 0: it trains the whole model.
 
         Raises:
-            ConfigError: trainer and environment give the chat template different arguments, or servers that
-                are launched would not know where weights may come from.
+            ConfigError: trainer and environment give the chat template different arguments, servers that are
+                launched would not know where weights may come from, or the engine cannot be sent any.
         """
         values: dict[str, Any] = {
             "temperature": args.temperature,
             "n": args.num_generations,
             "response_length": args.max_completion_length,
             "name": self.engine_name,
+            # What comes of deltas is a folder to a server.
+            "weight_transfer": "folder" if args.weight_transfer == "deltas" else args.weight_transfer,
         }
+        if args.weight_transfer != "folder" and (adapter_rank or self.engine_name not in ("sglang", "vllm")):
+            whose = "a PEFT model" if adapter_rank else f"engine {self.engine_name!r}"
+            asked = f"weight_transfer={args.weight_transfer!r}"
+            raise ConfigError(f"{asked} is for servers of vLLM and SGLang; leave it out for {whose}")
         tree: dict[str, Any] = {"actor_rollout_ref": {"rollout": values}}
         if self._given.actor_rollout_ref.rollout.launch.server == "rollstream":
             if args.weights_dir is None:
@@ -101,8 +122,14 @@ class RolloutEnvironment:
             values["launch"] = {"args": {"weights": [args.weights_dir]}}
         if self.engine_name in _SEEDED:
             tree["generation"] = {"seed": args.seed}
+        model: dict[str, Any] = {"lora_rank": adapter_rank}
+        tree["actor_rollout_ref"]["model"] = model
         if self._given.actor_rollout_ref.model.path is None:
-            tree["actor_rollout_ref"]["model"] = {"path": model_path}
+            model["path"] = model_path
+        if args.weight_sync == "pinned" and is_launched(
+            self.engine_name, self._given.actor_rollout_ref.rollout.server_urls
+        ):
+            values["launch"] = {"args": {"max_loras": args.steps_ahead + 1}}
         if theirs := dict(args.chat_template_kwargs or {}):
             own = self._given.data.apply_chat_template_kwargs
             if own and own != theirs:
@@ -135,24 +162,22 @@ class RolloutEnvironment:
         rows = load_prompts(to_settings(resolve_config(self._overrides, self._layers)).data)
         if rows.has_images():
             raise ConfigError(NO_IMAGES)
-        names = ("data_source", "ground_truth", "extra_info", "agent_name", "tools_kwargs")
-        return Dataset.from_list(
-            [
-                {
-                    "prompt": row.messages,
-                    _PACKED: orjson.dumps(
-                        {name: getattr(row, name) for name in names} | row.columns
-                    ).decode(),
-                }
-                for row in map(rows.row, rows.order)
-            ]
-        )
+        return Dataset.from_list([_pack(row) for row in map(rows.row, rows.order)])
 
 
 NO_IMAGES = (
     "the prompt rows have images, and a training with TRL passes none on: the loss would be of a prompt that "
     "the model never saw"
 )
+
+
+def _pack(row: PromptRow) -> dict[str, Any]:
+    """An example of which `read_row` makes the row again."""
+    names = ("data_source", "ground_truth", "extra_info", "agent_name", "tools_kwargs")
+    columns = {name: getattr(row, name) for name in names} | row.columns
+    example = {"prompt": row.messages, _PACKED: orjson.dumps(columns).decode()}
+    keys = {read_row(example).prompt_key: row.prompt_key}
+    return {**example, _PACKED: orjson.dumps({**columns, _KEYS: keys}).decode()}
 
 
 def read_row(example: Mapping[str, Any], index: int | None = None) -> PromptRow:
@@ -166,9 +191,10 @@ def read_row(example: Mapping[str, Any], index: int | None = None) -> PromptRow:
         DataError: it is no prompt row, or has images.
     """
     columns = dict(example)
-    packed = columns.pop(_PACKED, None)
+    packed, keys = columns.pop(_PACKED, None), {}
     if packed is not None:
         known = {key: value for key, value in orjson.loads(packed).items() if value is not None}
+        keys = known.pop(_KEYS, {})
         columns = {**known, **columns}
     which = f"the row with the prompt {example.get('prompt')!r:.200}" if index is None else f"row {index}"
     try:
@@ -181,7 +207,7 @@ def read_row(example: Mapping[str, Any], index: int | None = None) -> PromptRow:
         raise DataError(f"{which} of the dataset: {error}") from error
     if row.images:
         raise DataError(f"{which} of the dataset: {NO_IMAGES}")
-    return row
+    return replace(row, prompt_key=keys.get(row.prompt_key, row.prompt_key))
 
 
 def refuse_sampling(sampling: SamplingParams, temperature: float) -> None:

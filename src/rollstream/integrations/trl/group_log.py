@@ -96,6 +96,7 @@ def group_records(
                 "scored": len(scored),
                 "staleness": staleness,
                 "prompt_key": row.prompt_key,
+                "position": group.position,
             }
         )
     return records

@@ -8,10 +8,11 @@ are of N rollouts, so it is given the final ones; each snapshot is a row of its 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from rollstream.data.mixed import SOURCE
 from rollstream.errors import TrainingError
 from rollstream.integrations.trl.groups import failure_of
 from rollstream.trajectory import Rollout, Trajectory
@@ -53,6 +54,9 @@ class BatchRows:
     snapshots: list[Snapshot]
     figures: dict[str, float]
     """For the log: means over the rollouts that did not fail."""
+    added: list[list[float]] = field(default_factory=list)
+    """To the advantage of each response token by step and token rewards, and by a teacher: of the final trajectories,
+    then of the snapshots; empty where these do not count."""
 
     @property
     def trained(self) -> int:
@@ -120,6 +124,16 @@ def _figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
     figures["trajectories"] = [len(each) for each in done]
     means = {f"rollstream/{name}": fmean(values) if values else 0.0 for name, values in figures.items()}
+    by_source: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        if isinstance(name := rollout.final.extra.get(SOURCE), str):
+            by_source.setdefault(name, []).append(rollout)
+    for name, some in by_source.items():
+        rewards = [one.final.reward for one in some if one.final.reward is not None]
+        means[f"rollstream/{name}/share"] = len(some) / len(rollouts)
+        means[f"rollstream/{name}/failed"] = float(sum(failure_of(one) is not None for one in some))
+        if rewards:
+            means[f"rollstream/{name}/reward"] = fmean(rewards)
     return {**means, "rollstream/failed": float(len(rollouts) - len(done))}
 
 
@@ -135,6 +149,15 @@ def take_slice(fields: Fields, rank: int, ranks: int) -> Fields:
 def env_reward(*, env_reward: list[float | None], **_: Any) -> list[float | None]:
     """The environment's reward as a TRL reward function; None: not scored, left out of its group's mean."""
     return env_reward
+
+
+def with_added(output: dict[str, Any], added: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """TRL's tensors with more advantage for single tokens: of the first rows, that of the others stays."""
+    rows, width = output["completion_ids"].shape
+    more = output["advantages"].new_zeros(rows, width)
+    for row, values in zip(more, added, strict=False):
+        row[: len(values)] = row.new_tensor(values)
+    return {**output, "advantages": output["advantages"].unsqueeze(1) + more}
 
 
 # --- rows behind those that TRL has made

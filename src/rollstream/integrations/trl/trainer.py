@@ -11,11 +11,12 @@ A *batch* here is what TRL calls a generation batch: `steps_per_generation * num
 import itertools
 import math
 import sys
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl
@@ -23,8 +24,12 @@ from transformers.trainer_utils import SaveStrategy
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
+from rollstream.data.mixed import SOURCE
+from rollstream.engine.weight_channel import WeightChannel
+from rollstream.engine.weight_deltas import DeltaChannel
 from rollstream.errors import ConfigError, TrainingError
 from rollstream.evaluate import Samples, joined, samples_of, summarize
+from rollstream.integrations.configured_groups import mixture_of
 from rollstream.integrations.trl import checkpoints, ranks
 from rollstream.integrations.trl.config import GRPOEnvConfig
 from rollstream.integrations.trl.environment import (
@@ -35,7 +40,13 @@ from rollstream.integrations.trl.environment import (
     read_row,
 )
 from rollstream.integrations.trl.group_log import GroupLog, group_records
-from rollstream.integrations.trl.groups import EnvironmentGroups, settled, stand_in
+from rollstream.integrations.trl.groups import (
+    ROLLOUT_SHARE,
+    EnvironmentGroups,
+    failure_of,
+    settled,
+    stand_in,
+)
 from rollstream.integrations.trl.plan import (
     SamplerReplay,
     check_prompts,
@@ -54,16 +65,22 @@ from rollstream.integrations.trl.rows import (
     snapshot_advantages,
     take_slice,
     to_rows,
+    with_added,
 )
-from rollstream.integrations.trl.weights import FolderWeights, SharedWeights, lend
+from rollstream.integrations.trl.weights import FolderWeights, SharedWeights, adapter_rank, lend
+from rollstream.mismatch import FIGURES, figure_sums, means_of
+from rollstream.rollout import teachers
+from rollstream.rollout.teachers import Teachers
 from rollstream.rollout.worker import make_failure
 from rollstream.stop_signals import ending_on_sigterm
 from rollstream.training.ahead import BatchesAhead
 from rollstream.training.corrections import is_stats, masked_is_weights, truncated_is_weights
 from rollstream.training.group import GroupBatch
-from rollstream.training.plan import FunctionPlan
+from rollstream.training.plan import FunctionPlan, Plan
+from rollstream.training.step_rewards import token_advantages
+from rollstream.training.store import TrainingStore, notes_path
 from rollstream.training.timing import StepTimes
-from rollstream.trajectory import PromptRow, SamplingParams
+from rollstream.trajectory import PromptRow, Rollout, SamplingParams
 
 _FILLS = TrainingError("it only fills up a batch")
 
@@ -128,13 +145,19 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         SamplerReplay(len(dataset), args.groups_per_batch, seed=0, shuffle=False)
         make_plan(args, len(dataset), batches=1, shuffle=False)
         make_policies(args)
+        if environment.sources and args.curriculum is not None:
+            raise ConfigError(f"curriculum={args.curriculum!r} and data.sources: both say which prompts come")
         added = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] if reward_funcs else []
         refuse_later_rewards(args, len(added))
         funcs = [env_reward, *added]
         super().__init__(model=model, reward_funcs=funcs, args=args, train_dataset=dataset, **others)
         self.rollout_func = _no_rollouts  # given to the constructor, TRL would warn of it
         self._environment = environment
-        self._shares_weights = environment.engine_name == "hf"
+        self._adapter_rank = adapter_rank(self.accelerator.unwrap_model(self.model))
+        pinned = args.weight_sync == "pinned"
+        if pinned and not self._adapter_rank:
+            raise ConfigError("weight_sync='pinned' takes a PEFT model: see peft_config, docs/trl.md")
+        self._shares_weights = environment.engine_name == "hf" and not pinned
         if self._shares_weights and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ConfigError(
                 "engine 'hf' shares the trainer's weights, which are sharded here: use a server"
@@ -144,20 +167,36 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             raise ConfigError(
                 f"batch_tokens on {self._ranks} processes needs num_generations to be a multiple of that"
             )
-        self._folder = FolderWeights(self.accelerator, args.weights_dir)
+        # What rollouts are pinned to is there for a server that has to load it again.
+        kept = args.steps_ahead + 1 if pinned else 1
+        transport: Any = args.weight_transfer
+        channel: WeightChannel | DeltaChannel | None = None
+        if transport == "deltas":
+            dtype = "bfloat16" if args.bf16 else None
+            channel = DeltaChannel(args.weights_dir or "", dtype=dtype, timeout=args.weight_sync_timeout)
+        elif transport != "folder":
+            channel = WeightChannel(transport)
+        self._folder = FolderWeights(self.accelerator, args.weights_dir, kept, channel)
         self._shared: SharedWeights | None = None
         self._batches: BatchesAhead | None = None
         self._groups: EnvironmentGroups | None = None
         self._generating = False
         self._resumed: dict[str, Any] | None = None
+        self._replays = True
+        self._continues = False
         self._prompts: list[str] = []
         self._trained_batches = 0
+        self._last_batch: float = math.inf  # of a replay
         self._delivered: GroupBatch | None = None  # the batch that is being trained, in the main process
         self._rows: BatchRows | None = None  # its rollouts
         self._group_log = GroupLog(self.args.output_dir)
         self._rewards = torch.empty(0)
         self._unscored = 0.0
         self._skips_old_policy = False
+        self._compared: dict[str, Any] | None = (
+            None  # whose loss is being computed, if the sampler is looked at
+        )
+        self._mismatch = np.zeros(1 + len(FIGURES))  # of the batch so far, in this process
         self._engine_step = self._saved_step = -1
         self._saving_waits = self._evaluation_waits = False
         self._interrupt = checkpoints.Interrupt(enabled=args.save_on_interrupt)
@@ -194,17 +233,19 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         # A training that ended in the middle of a batch leaves the rest of it; one that was resumed and did
         # not start, what it was to go on from.
         self._step, self._buffered_inputs, self._batches, self._resumed = 0, None, None, None
-        self._saving_waits = self._evaluation_waits = False
+        self._saving_waits = self._evaluation_waits = self._continues = False
         self._saved_step = -1
         folder = self.args.output_dir
         try:
             with ending_on_sigterm(), ranks.failing_together(self.accelerator), self._interrupt:
                 try:
                     if resume_from_checkpoint is True:
-                        # Of none at all TRL says that there is none.
-                        resume_from_checkpoint = (
-                            self._from_main(lambda: checkpoints.last_whole(folder)) or True
-                        )
+                        resume_from_checkpoint = self._from_main(lambda: checkpoints.last_whole(folder))
+                        if (
+                            resume_from_checkpoint is None
+                        ):  # of none, and no store, TRL says that there is none
+                            self._continues = self._from_main(self._has_store)
+                            resume_from_checkpoint = None if self._continues else True
                     trained = super().train(resume_from_checkpoint, *arguments, **keywords)
                     if self._is_interrupted():
                         if self._saved_step != self.state.global_step:
@@ -227,6 +268,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._evaluation_indices = itertools.count(len(self.train_dataset))  # those below are the training's
         self._judged = []
         rows = dataloader.dataset
+        if self._generating and self.args.rollout_replay is not None:
+            raise ConfigError("rollout_replay has no engine to evaluate with: evaluate when it has ended")
         self._to_evaluate = len(rows) * self.num_generations_eval if isinstance(rows, Sized) else sys.maxsize
         try:
             if not self._generating:
@@ -280,6 +323,10 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             if self._delivered is not None:
                 self._log_groups(self._delivered)
             output = self._with_snapshots(output, rows)
+            if rows.added:
+                finals = len(rows.fields["prompt_ids"])
+                mine = self._slice({**rows.fields, "added": rows.added[:finals]})["added"]
+                output = with_added(output, mine + rows.added[finals:][self._rank :: self._ranks])
         return self._use_sampler_logprobs(output)
 
     @property
@@ -311,7 +358,55 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         assert self._batches is not None
         batch = self._delivered = self._batches.next_batch(self.args.async_generation_timeout)
         rows = to_rows(batch.rollouts, end_id=self._tokenizer.eos_token_id)
+        if self.args.distill_coef:
+            self._check_taught(batch.rollouts, rows)
+        if self.args.step_reward_weight or self.args.token_reward_weight or self.args.distill_coef:
+            rows.added = self._added_advantages(batch)
         return [group.index for group in batch.groups for _ in group.rollouts], rows
+
+    def _added_advantages(self, batch: GroupBatch) -> list[list[float]]:
+        finals, snapshots = list[list[float]](), list[list[float]]()
+        for group in batch.groups:
+            added = iter(
+                token_advantages(
+                    [one for rollout in group.rollouts for one in rollout.trajectories],
+                    step_weight=self.args.step_reward_weight,
+                    gamma=self.args.step_reward_gamma,
+                    token_weight=self.args.token_reward_weight,
+                    distill_coef=self.args.distill_coef,
+                    scale=self.scale_rewards != "none",
+                )
+            )
+            for rollout in group.rollouts:
+                *earlier, final = [next(added) for _ in rollout.trajectories]
+                snapshots += earlier
+                finals.append(final)
+        return finals + snapshots
+
+    def _check_taught(self, rollouts: Sequence[Rollout], rows: BatchRows) -> None:
+        """Counts the rollouts without a teacher's log-probs, whose advantages have nothing of it.
+
+        Raises:
+            TrainingError: none of the batch has them.
+        """
+        done = [one.final for one in rollouts if failure_of(one) is None]
+        several = isinstance(self.args.teacher, dict)  # a row may name none
+        untaught = [one for one in done if teachers.NAME not in one.streams]
+        untaught = [one for one in untaught if not several or teachers.ERROR in one.extra]
+        rows.figures["rollstream/untaught"] = len(untaught) / max(1, len(done))
+        if done and len(untaught) == len(done):
+            cause = next((one.extra[teachers.ERROR] for one in untaught if teachers.ERROR in one.extra), None)
+            raise TrainingError(
+                f"none of the batch's {len(done)} rollouts has a teacher's log-probs, so nothing would be learnt "
+                f"of it: {cause or 'they were made without one'}"
+            )
+        taught = [one for each in rollouts for one in each.trajectories if teachers.NAME in one.streams]
+        sums = [
+            figure_sums(one.response_logprobs, one.streams[teachers.NAME], one.response_mask)
+            for one in taught
+        ]
+        apart = means_of(np.sum(sums, axis=0)) if sums else {}
+        rows.figures |= {f"rollstream/teacher_{name}": apart[name] for name in ("k1", "k3") if name in apart}
 
     def _log_groups(self, batch: GroupBatch) -> None:
         """In the main process, when a batch has its rewards: which groups the next steps are made of."""
@@ -323,12 +418,15 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._group_log.write(first, first + steps - 1, group_records(batch, rewards, self._load_row))
 
     def _log_batch(self) -> None:
-        """In the main process, when a batch has been trained: what it was, beside TRL's own numbers of it."""
+        """When a batch has been trained: in the main process, what it was, beside TRL's own numbers of it."""
+        mismatch = means_of(sum(gather_object([self._mismatch])))
+        self._mismatch = np.zeros_like(self._mismatch)
         step = None if self._batches is None else self._batches.under_way
         if step is None or self._rows is None:
             return
         step.unscored = self._unscored  # other functions may have scored what the environment did not
         metrics = {**step.numbers(), **self._rows.figures}
+        metrics |= {f"rollstream/kl_{name}": value for name, value in mismatch.items()}
         for staleness in range(self.args.steps_ahead + 1):
             share = step.staleness.count(staleness) / len(step.staleness)
             metrics[f"rollstream/staleness_{staleness}"] = share
@@ -453,10 +551,12 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             weights = truncated_is_weights(old, sampled, mask, cap=high, level=level)
         else:
             weights = masked_is_weights(old, sampled, mask, low=low, high=high, level=level)
-        output["advantages"] = output["advantages"].unsqueeze(1) * weights
+        advantages = output["advantages"]  # of tokens, or of rows
+        output["advantages"] = (advantages if advantages.dim() == 2 else advantages.unsqueeze(1)) * weights
         mode = "train" if self.model.training else "eval"
         for name, value in is_stats(old, sampled, mask).items():
-            self._metrics[mode][f"rollstream/sampler_{name}"].append(value)
+            if name.startswith("ratio"):  # the others come of the loss, whatever the correction
+                self._metrics[mode][f"rollstream/sampler_{name}"].append(value)
         return output
 
     def _logprobs_of(self, model: Any, output: dict[str, Any]) -> torch.Tensor:
@@ -477,12 +577,23 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             # What comes after it is a reference: a PEFT model's is the same model without its adapters.
             self._skips_old_policy = False
             return torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None
-        return super()._get_per_token_logps_and_entropies(
-            model, input_ids, attention_mask, logits_to_keep, **more
-        )
+        found = self._forward(model, input_ids, attention_mask, logits_to_keep, **more)
+        if (inputs := self._compared) is not None:
+            mask = inputs["completion_mask"] * inputs["tool_mask"]
+            self._mismatch += figure_sums(inputs["sampling_per_token_logps"], found[0], mask)
+        return found
+
+    def _forward(self, model: Any, *arguments: Any, **more: Any) -> Any:
+        return super()._get_per_token_logps_and_entropies(model, *arguments, **more)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-        loss = super()._compute_loss(model, inputs)
+        # Before the batch's first optimizer step: what the trainer learns of a batch is no mismatch.
+        first = self._step % self.args.generate_every < self.args.gradient_accumulation_steps
+        self._compared = inputs if first and self.model.training else None
+        try:
+            loss = super()._compute_loss(model, inputs)
+        finally:
+            self._compared = None
         scale = inputs.get("row_scale") if self.loss_type in _MEANS_OF_ROWS else None
         return loss if scale is None else loss * scale
 
@@ -520,6 +631,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         if in_batch:
             return
         self._trained_batches += 1
+        control.should_training_stop |= self._trained_batches >= self._last_batch
         if self._batches is not None and self._delivered is not None:
             self._batches.trained(self._delivered.step)
         if not self._ends(control):
@@ -536,6 +648,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
     def _write_weights(self) -> str:
         """Has the weights as they are now where the engine finds them, as `update_weights` names that."""
         self._engine_step = self.state.global_step
+        if self._generating and self.args.rollout_replay is not None:
+            return ""  # nobody takes them
         return "" if self._shares_weights else self._folder.write(self.model, self._engine_step)
 
     def _give_weights(self) -> None:
@@ -558,13 +672,17 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._trained_batches = 0 if resumed is None else int(resumed["trained_batches"])
         folder = self._write_weights()
 
-        def begin() -> None:
+        def begin() -> float:
             self._group_log.begin(self.state.global_step)
             steps_a_batch = args.generate_every // args.gradient_accumulation_steps
             batches = -(-self.state.max_steps // steps_a_batch)
             shuffle = bool(self.shuffle_dataset)
-            plan = make_plan(args, len(self.train_dataset), batches=batches, shuffle=shuffle)
+            plan = self._mixture() or make_plan(
+                args, len(self.train_dataset), batches=batches, shuffle=shuffle
+            )
             self._prompts = sample_prompts(self.train_dataset)
+            if args.rollout_replay is not None:
+                return self._begin_replay(args.rollout_replay)
             self._groups = self._make_groups()
             self._batches = BatchesAhead(
                 plan,
@@ -575,16 +693,70 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
                 order=args.order,
                 weights="in_flight" if self._shares_weights else args.weight_sync,
                 weight_timeout=args.weight_sync_timeout,
+                store=self._store(),
+                on_group_failure="drop_and_refill" if self._groups.replaces_failed else "fail",
+                max_failures=args.max_failed_groups,
+                teachers=self._teachers(),
                 **make_policies(args),
             )
             if resumed is not None:
-                self._batches.load_state_dict(resumed["batches"])
+                self._batches.load_state_dict(resumed["batches"], replay=self._replays)
                 check_prompts(resumed["prompts"], self._prompts)
             if self._shares_weights:
                 self._shared = SharedWeights(self._groups, self._batches, args.weight_sync_timeout)
             self._batches.start(weights=folder)
+            return math.inf
 
-        self._from_main(begin)
+        self._last_batch = self._from_main(begin)
+
+    def _mixture(self) -> Plan | None:
+        """The plan of a training with `data.sources`."""
+        if not (sources := self._environment.sources):
+            return None
+        names = [self._load_row(row).columns.get(SOURCE) for row in range(len(self.train_dataset))]
+        return mixture_of(sources, names, seed=self.args.seed, shuffle=bool(self.shuffle_dataset))
+
+    def _begin_replay(self, store: str) -> int:
+        """In the main process: takes the batches of another training's store; returns how many there are."""
+        groups, resumed, size = self._make_groups().replay(store), self._resumed, self.args.groups_per_batch
+        self._batches = BatchesAhead(
+            groups.plan,
+            groups,
+            groups_per_step=size,
+            max_staleness=self.args.steps_ahead,
+            ahead=self.args.batches_ahead,
+            weights="in_flight",
+            teachers=self._teachers(),
+        )
+        if resumed is not None:  # from a checkpoint of that training, or of a replay
+            self._batches.load_state_dict(groups.state_at(self._trained_batches))
+            check_prompts(resumed["prompts"], self._prompts)
+        self._batches.start()
+        return groups.steps
+
+    def _teachers(self) -> Teachers | None:
+        args = self.args
+        if args.teacher is None:
+            return None
+        patience = ROLLOUT_SHARE * args.async_generation_timeout
+        return Teachers(args.teacher, column=args.teacher_column, patience=patience)
+
+    def _store(self) -> TrainingStore | None:
+        args = self.args
+        if args.rollout_store is None or args.rollout_replay is not None:
+            return None
+        folder = Path(args.output_dir) / Path(args.rollout_store).expanduser()
+        return TrainingStore(
+            folder,
+            keep_steps=args.rollout_store_keep_steps,
+            max_bytes=args.rollout_store_max_bytes,
+            resume=self._continues,
+        )
+
+    def _has_store(self) -> bool:
+        """Whether rollouts are there of a training that ended before its first checkpoint."""
+        store = self._store()
+        return store is not None and notes_path(store.root).exists()
 
     def _make_groups(self) -> EnvironmentGroups:
         lent, tokenizer = None, self.processing_class
@@ -599,6 +771,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
             model_path=self.model.config._name_or_path or None,
             tokenizer=getattr(tokenizer, "tokenizer", tokenizer),
             lent_model=lent,
+            adapter_rank=self._adapter_rank,
             agent_names=self._agent_names,
             scores=len(self.reward_funcs) == 1,
         )
@@ -643,6 +816,8 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._resumed = checkpoints.read_state(checkpoint)
+            # Who goes back to an older one wants other rollouts.
+            self._replays = checkpoints.is_newest(checkpoint)
 
 
 class _Callback(TrainerCallback):  # type: ignore[misc]  # transformers is not followed

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rollstream.engine.weight_channel import WeightChannel
+from rollstream.engine.weight_deltas import DeltaChannel
 from rollstream.engine.weight_probe import own_logprobs, write_probe
-from rollstream.errors import ConfigError, WeightUpdateError
+from rollstream.errors import WeightUpdateError
 from rollstream.integrations.trl.groups import EnvironmentGroups, unwrap_engine
 from rollstream.scratch import ScratchFolder
 from rollstream.training.ahead import BatchesAhead
@@ -22,36 +24,46 @@ from rollstream.training.ahead import BatchesAhead
 class FolderWeights:
     """Writes the weights as safetensors into a folder, for an engine (or servers) that reads them there.
 
-    The model's own log-probs are put beside them: whatever loads the folder is compared with those.
+    Of a PEFT model those are its active adapter's. The model's own log-probs are put beside them: whatever loads the
+    folder is compared with those.
 
     Args:
         accelerator: the trainer's.
         parent: where folders are made; None: this machine's temporary folder.
+        kept: folders, the newest of which the engine has, that `forget_older` leaves.
+        channel: by which servers get them in place of a folder.
     """
 
-    def __init__(self, accelerator: Any, parent: str | None) -> None:
+    def __init__(
+        self,
+        accelerator: Any,
+        parent: str | None,
+        kept: int = 1,
+        channel: WeightChannel | DeltaChannel | None = None,
+    ) -> None:
         self._accelerator = accelerator
+        self._kept = kept
+        self._channel = channel
         self._parent = parent
         self._root: ScratchFolder | None = None
         self._folders: list[Path] = []
 
     def write(self, model: Any, step: int) -> str:
-        """Writes the weights of a step; returns the folder's path, which is "" in all but the main process.
+        """Writes the weights of a step; returns what the engine is told, which is "" in all but the main process.
 
         All processes call it: gathering a sharded model takes all of them. The folders before it stay, for an
         engine that is started again reads the weights that it had: `forget_older` when it has the new ones.
 
         Raises:
-            ConfigError: the model is a PEFT model, whose adapters no engine here takes.
             WeightUpdateError: the folder cannot be written.
         """
         unwrapped = self._accelerator.unwrap_model(model)
-        if hasattr(unwrapped, "peft_config"):
-            raise ConfigError("a PEFT model's weights cannot be given to the engine: train the whole model")
         state = self._accelerator.get_state_dict(model)
         logprobs = own_logprobs(model, unwrapped.get_input_embeddings().num_embeddings)
         if not self._accelerator.is_main_process:
             return ""
+        if self._channel is not None:
+            return self._channel.put(unwrapped, state, logprobs=logprobs)
         from transformers.utils import logging
 
         shows_bars = logging.is_progress_bar_enabled()
@@ -60,9 +72,16 @@ class FolderWeights:
             if self._root is None:
                 self._root = ScratchFolder("weights", self._parent)
             folder = self._root.path / str(step)
-            unwrapped.save_pretrained(folder, state_dict=state)
+            source, adapter = folder, getattr(unwrapped, "active_adapter", None)
+            if not hasattr(unwrapped, "get_base_model"):  # of peft
+                unwrapped.save_pretrained(folder, state_dict=state)
+            else:
+                # Else peft asks the hub at each step whether the embedding was resized.
+                own: dict[str, Any] = {"selected_adapters": [adapter], "save_embedding_layers": False}
+                unwrapped.save_pretrained(folder, state_dict=state, **own)
+                source = folder if adapter == "default" else folder / str(adapter)  # as peft lays them out
             if logprobs:
-                write_probe(folder, logprobs)
+                write_probe(source, logprobs)
         except OSError as error:
             where = self._parent or tempfile.gettempdir()
             raise WeightUpdateError(
@@ -73,11 +92,11 @@ class FolderWeights:
                 logging.enable_progress_bar()
         if folder not in self._folders:
             self._folders.append(folder)
-        return str(folder)
+        return str(source)
 
     def forget_older(self) -> None:
-        """The engine has the weights that were written last: the folders before go."""
-        while len(self._folders) > 1:
+        """The engine has the weights that were written last: older folders go, but for those that are kept."""
+        while len(self._folders) > self._kept:
             shutil.rmtree(self._folders.pop(0), ignore_errors=True)
 
     def close(self) -> None:
@@ -165,6 +184,15 @@ class SharedWeights:
                 self._go_on()
 
 
+def adapter_rank(model: Any) -> int:
+    """The greatest rank of a PEFT model's active adapter; 0 of a model that is trained whole."""
+    if not hasattr(model, "get_base_model"):  # of peft
+        return 0
+    config = model.peft_config[model.active_adapter]
+    ranks: list[int] = [config.r, *(getattr(config, "rank_pattern", None) or {}).values()]
+    return max(ranks)
+
+
 def lend(model: Any, autocast: Callable[[], contextlib.AbstractContextManager[Any]] | None = None) -> Any:
     """The model's modules around the same weights, without the `forward` that TRL has put on the model.
 
@@ -174,6 +202,8 @@ def lend(model: Any, autocast: Callable[[], contextlib.AbstractContextManager[An
         model: the trainer's.
         autocast: in which the trainer computes: without it the engine would sample from another policy. None: in none.
     """
+    if hasattr(model, "get_base_model"):  # its adapter's layers are in the model itself
+        model = model.get_base_model()
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(model, shared)
     for module in copied.modules():

@@ -158,6 +158,8 @@ def to_rollstream(config: DictConfig, overrides: Sequence[str] = ()) -> Settings
 def _mapped(settings: Settings) -> dict[str, Any]:
     """The values of rollstream's keys, by verl's names."""
     model, rollout, data = settings.actor_rollout_ref.model, settings.actor_rollout_ref.rollout, settings.data
+    if data.sources:
+        raise ConfigError("data.sources: verl reads data.train_files itself")
     values = {key: attrgetter(key)(settings) for key in (*_LOOPS, *_RUN)}
     values |= {key: _absolute(attrgetter(key)(settings)) for key in _FILES}
     values |= {

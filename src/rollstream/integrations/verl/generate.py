@@ -16,14 +16,15 @@ import torch
 from verl import DataProto
 
 from rollstream.config.load import to_settings
-from rollstream.errors import DataError, GroupFailedError
+from rollstream.errors import ConfigError, DataError, GroupFailedError
+from rollstream.generation.plan import runs_in_workers
 from rollstream.integrations.configured_groups import Layers, build_worker, resolve_config
 from rollstream.integrations.verl.loop import to_row
 from rollstream.rollout.setup import build_setup, in_flight_limit, load_agents
 from rollstream.scratch import ScratchFolder
 from rollstream.training.collate import as_array, pad
 from rollstream.training.generation_thread import GenerationThread
-from rollstream.trajectory import Failure, PromptRow, Rollout
+from rollstream.trajectory import Failure, PromptRow, Rollout, of_rollout
 
 _GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
 
@@ -50,6 +51,8 @@ class SequenceGenerator(GenerationThread):
     def __init__(self, overrides: Sequence[str] = (), *, config: Layers = ()) -> None:
         super().__init__()
         self._settings = to_settings(resolve_config(overrides, config))
+        if runs_in_workers(self._settings):
+            raise ConfigError("generation.processes and generation.executor: no effect here")
         self._slots = asyncio.Semaphore(in_flight_limit(self._settings))
         self._opened = AsyncExitStack()
         try:
@@ -161,7 +164,9 @@ class SequenceGenerator(GenerationThread):
         }
         meta: dict[str, Any] = {"timing": timing}
         if "rm_scores" in tensors:
-            meta["reward_extra_keys"] = extras
+            meta["reward_extra_keys"] = sorted(
+                {name for trajectory in trajectories for name in of_rollout(trajectory.reward_extra)}
+            )
         return DataProto.from_dict(
             {name: torch.from_numpy(one) for name, one in tensors.items()}, arrays, meta
         )

@@ -23,7 +23,7 @@ from rollstream.integrations.verl.sampling import row_sampling
 from rollstream.integrations.verl.worker import current_calls
 from rollstream.rollout.setup import build_setup, load_agents
 from rollstream.rollout.worker import RolloutWorker
-from rollstream.trajectory import Failure, PromptRow, Trajectory
+from rollstream.trajectory import Failure, PromptRow, Trajectory, of_rollout
 
 _workers: dict[Any, "asyncio.Task[RolloutWorker]"] = {}
 """One for every entry of the YAML of loops, as long as its process lives. One that cannot be made is tried anew."""
@@ -148,6 +148,8 @@ def to_output(trajectory: Trajectory, columns: Mapping[str, Any]) -> AgentLoopOu
     """A trajectory as verl's loops give one; `columns` of the row are not repeated."""
     versions = [version for _, version in trajectory.policy_versions]
     extra = {key: value for key, value in trajectory.extra.items() if key not in {*columns, "extra_info"}}
+    said = of_rollout(trajectory.reward_extra)
+    extra |= {key: value for key, value in trajectory.reward_extra.items() if key not in said}
     metrics = trajectory.metrics
     kind = _OwnReward if trajectory.is_snapshot and trajectory.reward is not None else AgentLoopOutput
     return kind(
@@ -165,7 +167,7 @@ def to_output(trajectory: Trajectory, columns: Mapping[str, Any]) -> AgentLoopOu
             "messages": trajectory.messages,
             "finish_reason": trajectory.finish_reason,
             "is_snapshot": trajectory.is_snapshot,
-            "reward_extra_info": trajectory.reward_extra,
+            "reward_extra_info": said,
             "min_global_steps": min(versions),
             "max_global_steps": max(versions),
         },

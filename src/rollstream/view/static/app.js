@@ -9,6 +9,7 @@ import { Groups, Group } from "./groups.js";
 import { Trajectory } from "./trajectory.js";
 import { Compare, ComparePrompt } from "./compare.js";
 import { Training, Buffer } from "./training.js";
+import { exported, readFile } from "./file.js";
 
 const THEMES = ["", "light", "dark"];
 const THEME = "rollstream.theme";
@@ -44,7 +45,9 @@ function Keys({ onClose }) {
 
 function View({ path, query, theme }) {
   const [kind, id, part, which] = path;
-  if (kind === undefined) return html`<${Sources} />`;
+  if (kind === undefined) {
+    return exported() ? html`<${Run} id=${exported().run} query=${query} />` : html`<${Sources} />`;
+  }
   if (kind === "run" && id) {
     const Part = PARTS.get(part);
     if (Part) return html`<${Part} id=${id} query=${query} theme=${theme} key=${id} />`;
@@ -74,7 +77,7 @@ function App() {
   ]);
   useEffect(() => { document.title = visible(["rollstream", ...path].join(" · ")); }, [path.join("/")]);
   return html`<header class="top"><a href=${to([])} class="brand">rollstream</a>
-      <span class="grow"></span><button type="button" onClick=${nextTheme}
+      <span class="muted">${exported()?.note}</span><span class="grow"></span><button type="button" onClick=${nextTheme}
         title="light, dark, or as the system has it">${
         { "": "◐ system", light: "○ light", dark: "● dark" }[theme]}</button>
       <button type="button" onClick=${() => setKeys(true)} title="keys">?</button></header>
@@ -83,4 +86,5 @@ function App() {
 }
 
 takeToken();
+await readFile();
 render(html`<${App} />`, document.getElementById("app"));

@@ -1,6 +1,6 @@
 // Bars that are links, shares in a line, and curves by uPlot.
 
-import { html, useEffect, useRef, count, figure, percent } from "./core.js";
+import { html, useEffect, useRef, count, figure, percent, seconds } from "./core.js";
 import { visible } from "./text.js";
 
 /**
@@ -50,7 +50,7 @@ export function Shares({ parts, label }) {
 let library;
 /** uPlot, when the first curve is drawn. */
 function uPlotClass() {
-  library ??= new Promise((resolve, reject) => {
+  library ??= globalThis.uPlot ? Promise.resolve(globalThis.uPlot) : new Promise((resolve, reject) => {
     const script = document.createElement("script");
     script.src = "vendor/uPlot.iife.min.js";
     script.onload = () => resolve(globalThis.uPlot);
@@ -60,6 +60,7 @@ function uPlotClass() {
   return library;
 }
 
+const SHORT_S = 300; // less is shown as seconds since the begin
 const clock = (unix) => (unix === null ? "–" : new Date(unix * 1000).toLocaleTimeString("sv-SE"));
 const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3], [1, 5]];
 
@@ -70,6 +71,8 @@ const DASHES = [[], [6, 4], [2, 3], [10, 3, 2, 3], [1, 5]];
 export function Curves({ x, series, title, time = false, height = 180, onPick, sync }) {
   const box = useRef(null);
   const theme = document.documentElement.dataset.theme || "";
+  const since = time && x.at(-1) - x[0] < SHORT_S;
+  const moment = since ? (unix) => (unix === null ? "–" : seconds(unix - x[0])) : clock;
   useEffect(() => {
     let plot = null, gone = false;
     const watch = new ResizeObserver(([it]) => plot?.setSize({ width: Math.floor(it.contentRect.width), height }));
@@ -82,9 +85,9 @@ export function Curves({ x, series, title, time = false, height = 180, onPick, s
       plot = new UPlot({
         width: Math.max(200, Math.floor(box.current.clientWidth)), height, cursor: sync ? { sync: { key: sync } } : {},
         scales: { x: { time } },
-        axes: [{ ...axis, size: 32, ...(time && { values: (_, ticks) => ticks.map(clock) }) }, { ...axis, size: 54 }],
+        axes: [{ ...axis, size: 32, ...(time && { values: (_, ticks) => ticks.map(moment) }) }, { ...axis, size: 70 }],
         legend: { live: true },
-        series: [{ label: time ? "time" : "step", ...(time && { value: (_, it) => clock(it) }) },
+        series: [{ label: time ? "time" : "step", ...(time && { value: (_, it) => moment(it) }) },
           ...series.map((it, at) => ({
           label: it.label, stroke: colour(`--curve${at % 5}`), width: 1.5, dash: DASHES[at % 5], spanGaps: true,
           points: { show: x.length < 60, size: 4 },

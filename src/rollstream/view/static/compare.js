@@ -6,6 +6,9 @@ import { visible, Message } from "./text.js";
 import { Shares } from "./charts.js";
 import { Table } from "./table.js";
 import { Columns } from "./groups.js";
+import { setting } from "./run.js";
+
+const MOST_SETTINGS = 12;
 
 const number = (name, title, show, width = "100px") => ({ name, title, number: true, width, show });
 
@@ -26,14 +29,18 @@ export function Compare({ a, b, query }) {
     number("difference", "B − A", (row) =>
       html`<b class=${row.difference > 0 ? "up" : row.difference < 0 ? "down" : ""}>${signed(row.difference)}</b>`),
     number("mean_a", "mean A", (row) => figure(row.mean_a)), number("mean_b", "mean B", (row) => figure(row.mean_b)),
-    number("index_a", "prompt A", (row) => String(row.index_a)), { ...number("index_b", "prompt B", (row) =>
-      String(row.index_b)), sortable: false },
+    number("index_a", "prompt", (row) => (row.index_a === row.index_b ? String(row.index_a)
+      : `${row.index_a} / ${row.index_b}`)),
     { name: "prompt", title: "prompt", sortable: false, width: "minmax(300px, 1fr)", show: (row) =>
       visible((row.prompt || "").replace(/\s+/g, " ")) }];
   return html`<section class="page">
     <div class="line"><h1>Comparison</h1><span>A <a href=${to(["run", a])}>${name(a)}</a></span>
       <span>B <a href=${to(["run", b])}>${name(b)}</a></span>
       <a class="button" href=${to(["compare", b, a])}>swap</a></div>
+    <div class="line"><b>Settings that differ</b>${it.differs.length === 0 ? html`<span class="muted">none</span>`
+      : it.differs.slice(0, MOST_SETTINGS).map(([key, mine, other]) => html`<span class="tag" key=${key}>${
+        visible(key)} <b>${setting(mine)}</b> → <b>${setting(other)}</b></span>`)}${it.differs.length > MOST_SETTINGS
+        && html`<span class="muted">and ${count(it.differs.length - MOST_SETTINGS)} more</span>`}</div>
     <dl class="facts"><div><dt>prompts in both</dt><dd>${count(it.prompts)}</dd></div>
       ${it.unscored > 0 && html`<div><dt>of them unscored</dt><dd>${count(it.unscored)}</dd></div>`}
       <div><dt>only in A</dt><dd>${count(it.only_a)}</dd></div><div><dt>only in B</dt><dd>${count(it.only_b)}</dd></div>

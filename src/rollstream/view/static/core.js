@@ -3,6 +3,7 @@
 import { h, render } from "./vendor/preact.js";
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
 import htm from "./vendor/htm.js";
+import { answerOf, exported } from "./file.js";
 
 export { h, render, useEffect, useLayoutEffect, useMemo, useRef, useState };
 export const html = htm.bind(h);
@@ -49,11 +50,21 @@ async function ask(path, params, { signal, headers } = {}) {
   throw new ApiError(response.status, body.error || {});
 }
 
-export const getJSON = async (path, params, options) => (await ask(path, params, options)).json();
-export const getBytes = async (path, params, options) => (await ask(path, params, options)).arrayBuffer();
+function held(path, params) {
+  const answer = answerOf(path, params);
+  if (answer !== undefined) return answer;
+  throw new ApiError(404, { message: "This file does not hold it: rollstream view DIR shows the whole run.",
+    ...(params?.filter ? { code: "bad_filter", where: "0" } : {}) });
+}
+
+export const getJSON = async (path, params, options) => (exported() ? held(path, params)
+  : (await ask(path, params, options)).json());
+export const getBytes = async (path, params, options) => (exported() ? held(path, params)
+  : (await ask(path, params, options)).arrayBuffer());
 
 /** Server-sent events, read by fetch so that the token can be sent: yields `{id, event, data}`. */
 export async function* events(path, params, signal) {
+  if (exported()) held(path, params);
   const response = await ask(path, params, { signal, headers: { Accept: "text/event-stream" } });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -94,7 +105,7 @@ export function useStream(path, onEvent, first) {
   const handler = useRef(onEvent);
   const at = useRef(null);
   handler.current = onEvent;
-  const enabled = useSeen() && first !== undefined;
+  const enabled = useSeen() && first !== undefined && !exported();
   useEffect(() => {
     if (!enabled) return undefined;
     const stop = new AbortController();
@@ -240,7 +251,8 @@ export function figure(value) {
   return size >= 1e6 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 export const signed = (value) => (absent(value) ? NONE : (value > 0 ? "+" : "") + figure(value));
-export const percent = (part, all) => (all ? `${figure(Number(((100 * part) / all).toPrecision(3)))} %` : NONE);
+export const percent = (part, all) => (!all ? NONE : part > 0 && part / all < 0.001 ? "< 0.1 %"
+  : `${figure(Number(((100 * part) / all).toPrecision(3)))} %`);
 export function seconds(value) {
   if (absent(value)) return NONE;
   if (value < 1) return `${Math.round(value * 1000)} ms`;

@@ -84,6 +84,8 @@ function RewardBar({ reward, low, high }) {
   return html`<span class="track"><span class="fill" style=${{ width: `${Math.max(2, 100 * share)}%` }}></span></span>`;
 }
 
+const BRIEF = 300; // characters of JSON: such answers are wrapped, instead of scrolled sideways
+
 /** The rollouts of a group as columns. `id`: the run they are of. */
 export function Columns({ id, group, sorted = false }) {
   const rollouts = sorted ? [...group.rollouts].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity))
@@ -91,7 +93,8 @@ export function Columns({ id, group, sorted = false }) {
   const rewards = rollouts.map((it) => it.reward).filter((it) => it !== null && it !== undefined);
   const [low, high] = [Math.min(0, ...rewards), Math.max(0, ...rewards)];
   const [fork, same, compared] = useMemo(() => firstDifference(rollouts), [group, sorted]);
-  return html`<div class="side" tabindex="0" aria-label="rollouts side by side">${rollouts.map((it) =>
+  const brief = rollouts.every((it) => JSON.stringify(it.messages || []).length < BRIEF);
+  return html`<div class="side ${brief ? "brief" : ""}" tabindex="0" aria-label="rollouts side by side">${rollouts.map((it) =>
     html`<section class="rollout" key=${it.repeat}>
     <header>
       ${Number.isInteger(it.row) ? html`<a href=${to(["run", id, "trajectory", String(it.row)])}>

@@ -9,8 +9,13 @@ import { Table, TotalLine } from "./table.js";
 import { Filter } from "./filter.js";
 import { RunTabs, Live, useFollow, useRun } from "./run.js";
 
-const DEFAULT = ["index", "repeat", "reward", "finish_reason", "tokens", "num_turns", "tool_calls", "version",
-  "total_s", "data_source"];
+const DEFAULT = ["index", "repeat", "reward", "prompt", "answer", "truth", "finish_reason", "tokens", "num_turns",
+  "total_s"];
+const TEXTS = [
+  { name: "prompt", type: "text", title: "the last message of the prompt" },
+  { name: "answer", type: "text", title: "the last answer of the model" },
+  { name: "truth", type: "text", title: "ground truth" }];
+const isText = (name) => TEXTS.some((column) => column.name === name);
 
 const show = (value, column) => (value === null || value === undefined ? html`<span class="muted">–</span>`
   : column.type === "bool" ? (value ? "yes" : "no") : column.name.endsWith("_s") ? seconds(value)
@@ -18,15 +23,52 @@ const show = (value, column) => (value === null || value === undefined ? html`<s
       ? String(value) : figure(value))
       : visible(String(value)));
 
+const WIDTHS = { index: "70px", repeat: "70px", reward: "110px", prompt: "minmax(180px, 3fr)",
+  answer: "minmax(180px, 3fr)", truth: "minmax(80px, 1fr)", finish_reason: "120px", prompt_key: "290px" };
+
 /** The columns of a table, of their names in the run's list. */
 function tableColumns(names, known) {
+  const asked = names.filter((name) => !isText(name));
   return names.map((name) => known.find((column) => column.name === name)).filter(Boolean).map((column) => ({
     name: column.name,
     title: column.name.replaceAll("_", " "),
     number: column.type !== "text",
-    at: names.indexOf(column.name),
-    width: column.name === "prompt_key" ? "290px" : column.type === "text" ? undefined : "96px",
+    sortable: !isText(column.name),
+    at: asked.indexOf(column.name),
+    width: WIDTHS[column.name] || (column.type === "text" ? "minmax(90px, 1fr)" : "96px"),
   }));
+}
+
+/** `(row, name) => text`: texts of the rows that are on the screen; undefined until they have come. */
+function useTexts(id, of) {
+  const it = useRef({ of: null }).current;
+  const [, redraw] = useState(0);
+  if (it.of !== of) Object.assign(it, { of, found: new Map(), wanted: new Set() });
+  useEffect(() => {
+    if (!it.wanted.size) return undefined;
+    const stop = new AbortController();
+    const timer = setTimeout(() => {
+      const rows = [...it.wanted].slice(-200);
+      it.wanted.clear();
+      getJSON(`/api/runs/${segment(id)}/texts`, { rows: rows.join(",") }, { signal: stop.signal }).then(({ texts }) => {
+        for (const row of rows) it.found.set(row, texts[row] || {});
+        redraw((n) => n + 1);
+      }, () => {});
+    }, 60);
+    return () => { clearTimeout(timer); stop.abort(); };
+  });
+  return (row, name) => {
+    if (!it.found.has(row)) it.wanted.add(row);
+    return it.found.get(row)?.[name];
+  };
+}
+
+/** A reward, and where it stands between the least and the most of the run. */
+function Reward({ value, range: [low, high] }) {
+  if (value === null || value === undefined) return html`<span class="muted">–</span>`;
+  const share = high > low ? Math.max(0, Math.min(1, (value - low) / (high - low))) : 1;
+  return html`<span class="meter"><span class="track"><span class="fill"
+    style=${{ width: `${100 * share}%` }}></span></span>${figure(value)}</span>`;
 }
 
 function Columns({ known, chosen, onChoose }) {
@@ -109,23 +151,31 @@ export function Rows({ id, query }) {
     ["/", "to the filter", () => document.getElementById("filter")?.focus()],
     ["s", "to the text search", () => document.getElementById("words")?.focus()],
   ]);
-  const known = run.data?.columns || [];
+  const known = useMemo(() => [...TEXTS, ...(run.data?.columns || [])], [run.data?.columns]);
   const chosen = useMemo(() => {
     const given = query.columns ? query.columns.split(",").map(decoded) : DEFAULT;
     return given.filter((name) => known.some((column) => column.name === name));
   }, [query.columns, known]);
   const filter = query.filter || "", sort = query.sort || "";
   const load = (offset, limit, signal) => getJSON(`/api/runs/${segment(id)}/rows`,
-    { filter, sort, offset, limit, columns: chosen.map(segment).join(",") }, { signal }).then(
+    { filter, sort, offset, limit, columns: chosen.filter((name) => !isText(name)).map(segment).join(",") },
+    { signal }).then(
     (answer) => { setError(null); return answer; },
     (problem) => {
       if (problem.position === null) throw problem;
       if (!signal.aborted) setError(problem);
       return { total: 0, all: null, rows: [] };
     });
+  const textOf = useTexts(id, `${id}|${more}`);
   if (!run.data) return html`<${Pending} state=${run} />`;
+  const edges = run.data.histograms?.reward?.edges || [];
+  const range = [Math.min(0, edges[0] ?? 0), Math.max(1, edges.at(-2) ?? 1)];
+  const text = (value) => html`<span title=${visible(value || "")}>${value === undefined ? "…" : visible(value)}</span>`;
   const columns = tableColumns(chosen, known).map((column) => ({
-    ...column, show: (row) => show(row[column.at + 1], known.find((it) => it.name === column.name)) }));
+    ...column,
+    show: (row) => (isText(column.name) ? text(textOf(row[0], column.name))
+      : column.name === "reward" ? html`<${Reward} value=${row[column.at + 1]} range=${range} />`
+        : show(row[column.at + 1], known.find((it) => it.name === column.name))) }));
   const set = (changes) => go(withQuery(changes));
   const place = (n) => (filter || sort ? { filter, sort, at: n } : {});
   const address = (row, n) => to(["run", id, "trajectory", String(row[0])], place(n));
@@ -133,7 +183,7 @@ export function Rows({ id, query }) {
     <div class="line"><h1><a href=${to(["run", id])}>${visible(run.data.name)}</a></h1>
       <${Live} live=${live} lost=${lost} />
       <${RunTabs} id=${id} at="rows" /></div>
-    <${Filter} filter=${filter} columns=${known} error=${error} onFilter=${(text) => set({ filter: text })} />
+    <${Filter} filter=${filter} columns=${run.data.columns} error=${error} onFilter=${(text) => set({ filter: text })} />
     <form class="line" onSubmit=${(event) => { event.preventDefault(); set({ text: words }); }}>
       <label class="grow">Text in messages <input id="words" class="wide" type="search" value=${words}
         onInput=${(event) => setWords(event.target.value)} /></label>

@@ -18,7 +18,7 @@ export function RunTabs({ id, at }) {
     href=${to(["run", id, ...path])} aria-current=${at === name ? "page" : undefined}>${title}</a>`)}</nav>`;
 }
 
-const TITLES = { reward: "Reward", tokens: "Length of the response, tokens", turns: "Turns" };
+const TITLES = { reward: "Reward", tokens: "Length of the response, tokens", turns: "Turns, the prompt counted" };
 
 function Histogram({ id, name, data, base }) {
   const [source, setSource] = useState("");
@@ -27,6 +27,7 @@ function Histogram({ id, name, data, base }) {
   const counts = (source && data.by_source[source]) || data.counts;
   const narrowed = source && clause("data_source", "=", source);
   const edges = data.edges;
+  const filled = [...counts.keys()].filter((at) => counts[at] > 0);
   const bars = counts.map((n, at) => {
     const [low, high, last] = [edges[at], edges[at + 1] ?? edges[at], at === counts.length - 1];
     const part = !source && data.truncated ? data.truncated[at] : 0;
@@ -41,12 +42,55 @@ function Histogram({ id, name, data, base }) {
       onChange=${(event) => setSource(event.target.value)}>
       <option value="">all data sources</option>${sources.map((it) =>
         html`<option key=${it} value=${it}>${visible(it)}</option>`)}</select>`}
-    ${data.truncated && html`<a class="legend"
+    ${data.truncated?.some((n) => n > 0) && html`<a class="legend"
       href=${to(["run", id, "rows"], { filter: both("finish_reason = length", base) })}>
       <span class="swatch part"></span>truncated</a>`}</div>
-    ${counts.length ? html`<${Bars} bars=${bars} label=${TITLES[name] || name} from=${figure(edges[0])}
+    ${filled.length === 1 && edges[filled[0] + 1] - edges[filled[0]] <= 1
+      ? html`<p><a href=${bars[filled[0]].href}>All ${count(counts[filled[0]])}</a> have ${
+        figure(edges[filled[0]])}.</p>` : counts.length ? html`<${Bars} bars=${bars} label=${TITLES[name] || name} from=${figure(edges[0])}
       until=${figure(edges.at(-1))} />`
       : html`<p class="muted">No values.</p>`}</div>`;
+}
+
+/** A setting in few characters. */
+export const setting = (value) => (value === null || value === undefined ? NONE
+  : visible(typeof value === "string" ? value : JSON.stringify(value)).slice(0, 60));
+
+/** All that decides a run's data. */
+function Settings({ settings }) {
+  const names = Object.keys(settings || {}).sort();
+  if (!names.length) return null;
+  return html`<details class="panel wide"><summary><b>Settings</b> <span class="muted">all that decides the data
+    </span></summary><dl class="settings">${names.map((name) => html`<div key=${name}><dt>${visible(name)}</dt><dd>${
+    visible(typeof settings[name] === "string" ? settings[name] : JSON.stringify(settings[name]))}</dd></div>`)}</dl>
+    </details>`;
+}
+
+const SAMPLES = [["Best", { sort: "-reward" }], ["Worst", { sort: "reward" }], ["Longest", { sort: "-tokens" }]];
+
+/** A rollout of each kind to read. */
+function Samples({ id, again, base }) {
+  const [rows, setRows] = useState([]);
+  useEffect(() => {
+    const stop = new AbortController();
+    const ask = (name, params) => getJSON(`/api/runs/${segment(id)}/${name}`, params, { signal: stop.signal });
+    (async () => {
+      const found = await Promise.all(SAMPLES.map(([, query]) => ask("rows",
+        { ...query, filter: both("reward != null", base), limit: 1, columns: "index,repeat,reward,tokens" })));
+      const first = found.map((it) => it.rows[0]).filter(Boolean);
+      if (!first.length) return;
+      const { texts } = await ask("texts", { rows: first.map(([row]) => row).join(",") });
+      setRows(first.map((row) => [...row, texts[row[0]] || {}]));
+    })().catch(() => {});
+    return () => stop.abort();
+  }, [id, again]);
+  if (!rows.length) return null;
+  return html`<div class="panel wide"><h2>To read</h2><div class="samples">${rows.map(
+    ([row, index, repeat, reward, tokens, texts], at) => html`<a key=${at}
+      href=${to(["run", id, "trajectory", String(row)])}><b>${SAMPLES[at][0]}</b> <span class="muted">${
+        index}/${repeat} · reward ${figure(reward)} · ${count(tokens)} tokens</span>
+      <span class="clamp muted" dir="auto">${visible(texts.prompt || "")}</span>
+      <span class="clamp" dir="auto">${visible(texts.answer || "")}</span></a>`)}</div></div>`;
 }
 
 const tone = (solved, scored) => (!scored ? "none" : solved === 0 ? "wrong" : solved === scored ? "right"
@@ -94,14 +138,23 @@ function Tools({ id, calls }) {
   const state = useApi(calls > 0 && `/api/runs/${segment(id)}/tools`, {}, calls);
   const behind = (tool, n, column) => (n ? html`<a href=${to(["run", id, "rows"], {
     filter: `${column} > 0`, sort: `-${column}`, text: tool.name })}>${count(n)}</a>` : count(n));
-  return html`<div class="panel"><h2>Tools</h2>${!calls ? html`<p class="muted">No calls.</p>`
-    : !state.data ? html`<${Pending} state=${state} />` : html`<table><thead><tr><th>tool</th>
+  if (!calls) return null;
+  return html`<div class="panel"><h2>Tools</h2>${!state.data ? html`<${Pending} state=${state} />` : html`<table><thead><tr><th>tool</th>
       <th class="number">calls</th><th class="number">errors</th></tr></thead>
       <tbody>${state.data.tools.map((tool) => html`<tr key=${tool.name}>
         <td>${tool.name === null ? "name not noted" : visible(tool.name) || "no such tool"}</td>
         <td class="number">${behind(tool, tool.calls, "tool_calls")}</td>
         <td class="number">${behind(tool, tool.errors, "tool_errors")} <span class="muted">${
           percent(tool.errors, tool.calls)}</span></td></tr>`)}</tbody></table>`}</div>`;
+}
+
+/** Where prompts come from several sources (`data.sources`): how each does. */
+function BySource({ id, settings, done }) {
+  const state = useApi(settings?.["data.rows.sources"] && `/api/runs/${segment(id)}/sources`, {}, done);
+  return state.data && html`<div class="panel"><h2>Mean reward by source</h2>
+    <${Lines} label="sources" lines=${Object.entries(state.data).map(([name, it]) => ({
+    label: name || "not known", count: Math.max(0, it.mean_reward ?? 0), value: figure(it.mean_reward),
+    detail: `${count(it.completed)}${it.failed ? `, ${count(it.failed)} failed` : ""}` }))} /></div>`;
 }
 
 const known = new Map();
@@ -128,7 +181,8 @@ export function useFollow(id, run, onChange) {
 export function Live({ live, lost }) {
   if (lost) return html`<span class="state damaged" role="status">connection lost, trying again</span>`;
   if (live?.state !== "running") return null;
-  return html`<span class="state running" role="status">live: ${count(live.done)} of ${count(live.total)}</span>`;
+  return html`<span class="state running" role="status">live: ${count(live.done)}${
+    live.total === null ? "" : ` of ${count(live.total)}`}</span>`;
 }
 
 export function Run({ id, query }) {
@@ -156,14 +210,16 @@ export function Run({ id, query }) {
   const fact = (title, body, href) => html`<div><dt>${title}</dt><dd>${href ? html`<a href=${href}>${body}</a>`
     : body}</dd></div>`;
   return html`<section>
-    <div class="line"><h1>${visible(run.name)}</h1><${State} state=${live?.state ?? run.state} />
+    <div class="line"><h1>${visible(run.name)}</h1><${State} state=${live?.state ?? run.state} total=${run.total} />
       <${Live} live=${live} lost=${lost} />
       <span class="muted">${visible(run.path || "")}</span></div>
     <${RunTabs} id=${id} at="glance" />
     ${(run.damage || []).map((text) => html`<p class="problem" key=${text}>${visible(text)}</p>`)}
     ${run.error && !run.damage?.length && html`<p class="problem" role="alert">${visible(run.error)}</p>`}
     <dl class="facts">
-      ${fact("model", visible(run.model || "–"))}
+      ${fact("model", html`<span title=${run.model}>${visible((run.model || NONE).split("/").at(-1))}</span>`)}
+      ${["engine", "rollout.temperature"].map((name) => run.settings?.[name] !== undefined
+        && fact(name.split(".").at(-1), setting(run.settings[name])))}
       ${fact("prompts × n", run.prompts === null ? NONE : `${count(run.prompts)} × ${run.n ?? "?"}`,
         to(["run", id, "groups"]))}
       ${fact("done", run.total === null ? count(run.done) : `${count(run.done)} of ${count(run.total)}`, rows())}
@@ -180,7 +236,11 @@ export function Run({ id, query }) {
       ${fact("started", moment(run.started))}
     </dl>
     <div class="panels">
+      ${(run.failures || []).length > 0 && html`<div class="panel wide failed" id="failures"><h2>Failures by cause</h2>${
+        run.failures.map((failure) => html`<${Failure} key=${`${failure.cause} ${failure.stage}`} id=${id}
+          failure=${failure} />`)}</div>`}
       <${SolveStrip} id=${id} data=${run} />
+      <${Samples} id=${id} again=${again} base=${run.base_filter} />
       ${Object.entries(run.histograms || {}).map(([name, data]) => data
         && html`<${Histogram} key=${name} id=${id} name=${name} data=${data} base=${run.base_filter} />`)}
       <div class="panel"><h2>Why rollouts ended</h2>
@@ -193,10 +253,7 @@ export function Run({ id, query }) {
         label: name, count: Math.max(0, it.reward_mean ?? 0), value: figure(it.reward_mean), detail: count(it.count),
         title: `${name}: ${count(it.count)} rollouts, mean reward ${figure(it.reward_mean)}`,
         href: rows({ filter: both(clause("data_source", "=", name), run.base_filter) }) }))} /></div>
-      <div class="panel" id="failures"><h2>Failures by cause</h2>${(run.failures || []).length
-        ? run.failures.map((failure) => html`<${Failure} key=${`${failure.cause} ${failure.stage}`} id=${id}
-          failure=${failure} />`)
-        : html`<p class="muted">None.</p>`}</div>
+      <${BySource} id=${id} settings=${run.settings} done=${run.done} />
       <${Tools} id=${id} calls=${run.tool_calls} />
       <div class="panel"><h2>Where a rollout's time goes, mean</h2><${Shares} label="time" parts=${
         [["queue", "queue_s"], ["generate", "generate_s"], ["tools", "tool_s", "tools or program"],
@@ -210,6 +267,7 @@ export function Run({ id, query }) {
           .map(([name, values, by]) => values && html`<${Curves} key=${name} x=${steps} time=${true} title=${name}
             sync=${id} height=${130} onPick=${finished}
             series=${[{ label: name, values: values.map((n) => (n === null ? null : n / by)) }]} />`)}</div>`}
+      <${Settings} settings=${run.settings} />
     </div>
   </section>`;
 }

@@ -7,10 +7,45 @@ import { visible } from "./text.js";
 export const home = (source) => to([{ training: "training", buffer: "buffer" }[source.kind] || "run", source.id]);
 
 const isRun = (source) => source.kind === "run" || source.kind === "parquet";
-const NUMBERS = ["mean reward", "done", "of all", "failed", "unscored", "tokens", "prompts × n"];
+const share = (source) => (source.total ? source.done / source.total : null);
+const COLUMNS = [
+  ["name", (source) => source.name], ["state", (source) => source.state], ["mean reward", (source) => source.reward_mean, 1],
+  ["done", (source) => source.done, 1], ["of all", share, 1], ["failed", (source) => source.failed, 1],
+  ["unscored", (source) => source.unscored, 1], ["tokens", (source) => source.tokens, 1],
+  ["prompts × n", (source) => source.prompts, 1], ["started", (source) => source.started],
+  ["kind", (source) => source.kind], ["model", (source) => source.model],
+];
 
-export function State({ state }) {
-  return html`<span class="state ${state}">${state}</span>`;
+const folder = (source) => source.name.split("/").slice(0, -1).join("/");
+
+/** Sources whose name or model has all words, in the order of a column; folder by folder where none is named. */
+function listed(sources, words, { column, down }) {
+  const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
+  const found = sources.filter((source) => wanted.every((word) =>
+    `${source.name} ${source.model || ""} ${source.state || ""}`.toLowerCase().includes(word)));
+  const value = COLUMNS.find(([name]) => name === column)?.[1];
+  if (!value) return found;
+  const missing = (it) => it === null || it === undefined;
+  return [...found].sort((one, other) => {
+    const [a, b] = [value(one), value(other)];
+    if (missing(a) || missing(b)) return missing(a) - missing(b);
+    return (a < b ? -1 : a > b ? 1 : 0) * (down ? -1 : 1);
+  });
+}
+
+/** The interval of a mean between 0 and 1, or the least and the most of all that are listed. */
+function Whisker({ source: { reward_mean: mean, reward_interval: range }, edges: [low, high] }) {
+  if (mean === null || mean === undefined || !(high > low)) return null;
+  const at = (value) => 100 * Math.max(0, Math.min(1, (value - low) / (high - low)));
+  const [from, until] = range && range[0] !== null ? range.map(at) : [at(mean), at(mean)];
+  return html`<span class="whisker" aria-hidden="true"><span style=${{ left: `${from}%`, width: `${until - from}%` }}>
+    </span><b style=${{ left: `${at(mean)}%` }}></b></span>`;
+}
+
+/** A training's store has no total, and so is never finished. */
+export function State({ state, total }) {
+  const stopped = state === "unfinished" && total === null;
+  return html`<span class="state ${stopped ? "" : state}">${stopped ? "not running" : state}</span>`;
 }
 
 export function Sources() {
@@ -18,8 +53,15 @@ export function Sources() {
   const state = useApi("/api/sources", {}, again);
   const [chosen, setChosen] = useState([]);
   const [picked, setPicked] = useState(0);
-  const sources = state.data?.sources || [];
-  const running = sources.some((source) => source.state === "running");
+  const [words, setWords] = useState("");
+  const [order, setOrder] = useState({ column: null, down: false });
+  const all = state.data?.sources || [];
+  const sources = listed(all, words, order);
+  const edges = sources.flatMap((source) => [source.reward_mean, ...(source.reward_interval || [])])
+    .filter((value) => Number.isFinite(value));
+  const range = [Math.min(0, ...edges), Math.max(1, ...edges)];
+  const folders = order.column === null && new Set(all.map(folder)).size > 1;
+  const running = all.some((source) => source.state === "running");
   useEffect(() => { // sources may also be new
     const timer = setInterval(() => document.hidden || setAgain((n) => n + 1), running ? 5000 : 15_000);
     return () => clearInterval(timer);
@@ -28,30 +70,40 @@ export function Sources() {
   useKeys([
     ["j ArrowDown", "next source", () => pick(1)], ["k ArrowUp", "source before", () => pick(-1)],
     ["Enter o", "open the source", () => sources[picked] && go(home(sources[picked]))],
+    ["/", "to the search", () => document.getElementById("words")?.focus()],
     ["x", "choose the run for a comparison", () => isRun(sources[picked] ?? {}) && choose(sources[picked].id)],
   ]);
   const choose = (id) => setChosen((ids) => (ids.includes(id) ? ids.filter((it) => it !== id)
     : [...ids, id].slice(-2)));
   if (!state.data) return html`<${Pending} state=${state} />`;
   return html`<section>
-    <div class="line"><h1>Sources</h1><span class="muted">${count(sources.length)}</span>
+    <div class="line"><h1>Sources</h1><span class="muted">${count(sources.length)}${
+      sources.length < all.length && ` of ${count(all.length)}`}</span>
+      ${all.length > 5 && html`<label>Find <input id="words" type="search" value=${words}
+        placeholder="name, model, state" onInput=${(event) => setWords(event.target.value)} /></label>`}
       ${chosen.length === 2 ? html`<a class="button" href=${to(["compare", ...chosen])}>Compare the two</a>`
-        : sources.length > 1 && html`<span class="muted">choose two runs to compare them</span>`}</div>
+        : all.filter(isRun).length > 1 && html`<span class="muted">choose two runs to compare them</span>`}</div>
     <div class="scroll"><table class="sources">
-      <thead><tr><th></th><th>name</th><th>state</th>
-        ${NUMBERS.map((name) => html`<th class="number" key=${name}>${name}</th>`)}
-        <th>started</th><th>kind</th><th>model</th></tr></thead>
+      <thead><tr><th></th>${COLUMNS.map(([name, , number]) => html`<th key=${name} class=${number ? "number" : ""}
+        aria-sort=${order.column === name ? (order.down ? "descending" : "ascending") : undefined}><button type="button"
+        onClick=${() => setOrder(order.column !== name ? { column: name, down: Boolean(number) }
+    : order.down === Boolean(number) ? { column: name, down: !order.down } : { column: null, down: false })}>${name}${
+  order.column === name ? (order.down ? " ▼" : " ▲") : ""}</button></th>`)}</tr></thead>
       <tbody>${sources.map((source, at) => {
         const run = isRun(source);
         const number = (value, path, query) => html`<td class="number">${run && value
           ? html`<a href=${to(["run", source.id, ...path], query)}>${count(value)}</a>` : count(value)}</td>`;
-        return html`<tr key=${source.id} class=${at === picked ? "picked" : ""}>
+        const first = folders && (at === 0 || folder(sources[at - 1]) !== folder(source));
+        return html`${first && html`<tr class="folder" key=${`folder ${source.id}`}><th></th>
+          <th colspan=${COLUMNS.length}>${visible(folder(source)) || "here"}</th></tr>`}<tr key=${source.id} class=${at === picked ? "picked" : ""}>
           <td>${run && html`<input type="checkbox" checked=${chosen.includes(source.id)}
             onChange=${() => choose(source.id)} aria-label=${`compare ${source.name}`} />`}</td>
-          <td><a href=${home(source)} title=${source.path}>${visible(source.name)}</a>${
+          <td><a href=${home(source)} title=${source.path}>${
+            visible(folders ? source.name.split("/").at(-1) : source.name)}</a>${
             source.error && html`<div class="problem">${visible(source.error)}</div>`}</td>
-          <td>${source.state && html`<${State} state=${source.state} />`}</td>
-          <td class="number"><${Interval} value=${source.reward_mean} range=${source.reward_interval} /></td>
+          <td>${source.state && html`<${State} state=${source.state} total=${source.total} />`}</td>
+          <td class="number"><${Whisker} source=${source} edges=${range} />
+            <${Interval} value=${source.reward_mean} range=${source.reward_interval} /></td>
           ${number(source.done, ["rows"])}
           <td class="number muted">${percent(source.done, source.total)}</td>
           ${number(source.failed, ["failures"])}
@@ -59,9 +111,10 @@ export function Sources() {
           <td class="number">${short(source.tokens)}</td>
           <td class="number">${source.prompts === null ? "–" : `${count(source.prompts)} × ${source.n ?? "?"}`}</td>
           <td>${moment(source.started)}</td><td>${source.kind}</td>
-          <td class="model" title=${source.model}>${visible(source.model || "")}</td></tr>`;
+          <td class="model" title=${source.model}>${visible((source.model || "").split("/").at(-1))}</td></tr>`;
       })}</tbody>
     </table></div>
-    ${sources.length === 0 && html`<p class="muted">No runs, files, buffers or training logs were found here.</p>`}
+    ${all.length > 0 && sources.length === 0 && html`<p class="muted">None has these words.</p>`}
+    ${all.length === 0 && html`<p class="muted">No runs, files, buffers or training logs were found here.</p>`}
   </section>`;
 }

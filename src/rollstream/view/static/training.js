@@ -1,29 +1,41 @@
 // A training over its steps, with the groups behind each, and a rollout buffer.
 
 import { html, useEffect, useMemo, useState, useApi, useKeys, Pending, getJSON, to, go, withQuery, count, figure,
-  segment } from "./core.js";
+  plural, segment } from "./core.js";
 import { visible, plain, Message, Text } from "./text.js";
 import { Curves, Lines } from "./charts.js";
 
 /** Records of a table at most. */
 const SHOWN = 200;
 
+const FIRST = ["reward", "reward_std", "loss", "length", "kl", "entropy", "staleness", "idle", "teach_nothing"];
+const place = (key) => (key === "reward" ? -1 : FIRST.findIndex((word) => key.includes(word)));
+const isMain = (key) => key === "reward" || place(key) >= 0;
+
 /** Series that belong into one picture: those whose names differ after the last slash or underscore only. */
 function pictures(series) {
   const found = new Map();
   for (const [name, values] of Object.entries(series)) {
-    if (!values.some((value) => value !== null)) continue;
+    const known = values.filter((value) => value !== null);
+    if (known.every((value) => value === known[0]) && known.length > 1) continue; // a number says it
     const key = name.includes("/") ? name.slice(0, name.lastIndexOf("/")) : name;
     found.set(key, [...(found.get(key) || []), { label: name, values }]);
   }
-  return [...found].flatMap(([key, all]) => (all.length <= 5 ? [[key, all]] : all.map((one) => [one.label, [one]])));
+  const all = [...found].flatMap(([key, it]) => (it.length <= 5 ? [[key, it]] : it.map((one) => [one.label, [one]])));
+  return all.sort(([a], [b]) => (isMain(b) - isMain(a)) || place(a) - place(b));
 }
+
+/** `[name, value]` of the series that never change. */
+const constants = (series) => Object.entries(series).map(([name, values]) => [name,
+  values.filter((value) => value !== null)]).filter(([, known]) => known.length > 1
+    && known.every((value) => value === known[0])).map(([name, known]) => [name, known[0]]);
 
 export function Training({ id, query }) {
   const state = useApi(`/api/training/${segment(id)}`, {});
   const data = state.data;
   const charts = useMemo(() => (data ? pictures(data.series) : []), [data]);
   const [sought, setSought] = useState("");
+  const [unfolded, unfold] = useState(false);
   const at = data && query.step !== undefined ? data.steps.indexOf(Number(query.step)) : -1;
   const behind = useApi(at >= 0 && `/api/training/${segment(id)}/groups`, { after: data?.steps[at - 1],
     step: data?.steps[at], limit: SHOWN });
@@ -36,6 +48,10 @@ export function Training({ id, query }) {
   ]);
   if (!data) return html`<${Pending} state=${state} />`;
   const groups = behind.data?.groups || [];
+  const same = constants(data.series).filter(([name]) => name.includes(sought));
+  const matching = charts.filter(([key]) => key.includes(sought));
+  const main = matching.filter(([key]) => isMain(key));
+  const shown = unfolded || sought || !main.length ? matching : main;
   return html`<section>
     <div class="line"><h1>Training</h1><span class="muted">${count(data.steps.length)} steps</span>
       <label>Curves <input id="curves" type="search" value=${sought} placeholder="reward"
@@ -49,10 +65,14 @@ export function Training({ id, query }) {
         && html`<div key=${name}><dt>${visible(name)}</dt><dd>${figure(values[at])}</dd></div>`)}</dl>
       ${groups.length ? html`<${Records} title="Groups" records=${groups} total=${behind.data.total} />`
         : behind.data && html`<p class="muted">The log does not say which groups this step was made of.</p>`}</div>`}
-    <div class="panels">${charts.filter(([key]) => key.includes(sought)).map(([key, series]) =>
-      html`<div class="panel" key=${key}>
+    ${same.length > 0 && html`<details open=${Boolean(sought)}><summary class="muted">${
+      plural(same.length, "figure")} that never changed</summary><dl class="facts">${same.map(([name, value]) =>
+      html`<div key=${name}><dt>${visible(name)}</dt><dd>${figure(value)}</dd></div>`)}</dl></details>`}
+    <div class="panels">${shown.map(([key, series]) => html`<div class="panel" key=${key}>
       <${Curves} x=${data.steps} series=${series} title=${key.replaceAll("_", " ")} onPick=${choose} sync=${id} />
         </div>`)}</div>
+    ${shown.length < matching.length && html`<p><button type="button" onClick=${() => unfold(true)}>${
+      plural(matching.length - shown.length, "more curve")}</button></p>`}
   </section>`;
 }
 

@@ -1,10 +1,11 @@
 // One trajectory: its conversation, its tokens, and everything as JSON.
 
 import {
-  html, useEffect, useState, useApi, useKeys, Pending, Copy, getJSON, getBytes, to, go, withQuery, count, figure,
+  html, NONE, useEffect, useState, useApi, useKeys, Pending, Copy, getJSON, getBytes, to, go, withQuery, count, figure,
   plural, seconds, segment,
 } from "./core.js";
 import { visible, Message, Text } from "./text.js";
+import { Shares } from "./charts.js";
 import { Tokens, parseTokens } from "./tokens.js";
 
 const TABS = [["conversation", "Conversation"], ["tokens", "Tokens"], ["json", "JSON"]];
@@ -17,13 +18,30 @@ function text(value) {
   return visible(whole.length > 400 ? `${whole.slice(0, 400)}…` : whole);
 }
 
+const nested = (value) => value !== null && typeof value === "object"
+  && (Array.isArray(value) ? value.some(nested) && value.length <= 50 : Object.keys(value).length > 0);
+
+/** Names and values, and what is in them one step further in. */
+function Tree({ values }) {
+  const entries = Object.entries(values).filter(([, value]) => value !== null && value !== undefined);
+  return html`<dl>${entries.map(([name, value]) => (nested(value)
+    ? html`<details key=${name} open><summary>${visible(name.replaceAll("_", " "))}</summary><${Tree} values=${value} /></details>`
+    : html`<div key=${name}><dt>${visible(name.replace(/_s$/, "").replaceAll("_", " "))}</dt><dd>${
+      name.endsWith("_s") && typeof value === "number" ? seconds(value) : text(value)}</dd></div>`))}</dl>`;
+}
+
 function Figures({ title, values }) {
-  const entries = Object.entries(values || {}).filter(([, value]) => value !== null && value !== undefined);
-  if (!entries.length) return null;
-  return html`<details class="figures" open><summary>${title}</summary>
-    <dl>${entries.map(([name, value]) => html`<div key=${name}>
-    <dt>${visible(name)}</dt><dd>${name.endsWith("_s") && typeof value === "number" ? seconds(value)
-      : text(value)}</dd></div>`)}</dl></details>`;
+  if (!Object.values(values || {}).some((value) => value !== null && value !== undefined)) return null;
+  return html`<details class="figures" open><summary>${title}</summary><${Tree} values=${values} /></details>`;
+}
+
+const PARTS = ["queue", "generate", "tool", "reward"];
+
+/** Where the rollout's time went. */
+function Times({ metrics }) {
+  const parts = PARTS.map((name) => ({ label: name === "tool" ? "tool or program" : name, tone: name === "tool" ? "tools" : name,
+    count: metrics?.[`${name}_s`] || 0, value: seconds(metrics?.[`${name}_s`] ?? null) }));
+  return parts.some((part) => part.count > 0) && html`<div class="figures"><${Shares} label="time" parts=${parts} /></div>`;
 }
 
 /** Everything of a trajectory, its token arrays, too, each on one line. */
@@ -106,6 +124,7 @@ export function Trajectory({ id, row, query, theme }) {
         ${n + 1} ${n < it.siblings.length - 1 ? "snapshot" : "final"}</a>`)}</nav>`}
     <dl class="facts">
       <div><dt>reward</dt><dd><b>${it.reward === null ? "not scored" : figure(it.reward)}</b></dd></div>
+      <div><dt>ground truth</dt><dd class="clip">${it.ground_truth === null ? NONE : text(it.ground_truth)}</dd></div>
       <div><dt>ended by</dt><dd class=${it.finish_reason === "length" ? "warn" : ""}>${
         visible(it.finish_reason)}</dd></div>
       <div><dt>tokens</dt><dd>${count(it.prompt_tokens)} + ${count(it.response_tokens)}</dd></div>
@@ -125,9 +144,9 @@ export function Trajectory({ id, row, query, theme }) {
             ${it.removed.map((message, n) =>
               html`<${Message} message=${message} key=${n} removed=${true} />`)}</details>`}
           ${it.messages.map((message, n) => html`<${Message} message=${message} id=${`message-${n}`} key=${n} />`)}
-        </div><aside><${Figures} title="Reward says" values=${it.reward_extra} />
-          <${Figures} title="Metrics" values=${it.metrics} />
+        </div><aside><${Times} metrics=${it.metrics} /><${Figures} title="Reward says" values=${it.reward_extra} />
+          <${Figures} title="Metrics" values=${{ ...it.metrics, ...Object.fromEntries(PARTS.map((name) => [`${name}_s`])) }} />
           <${Figures} title="Extra" values=${it.extra} />
-          <${Figures} title="Identity" values=${{ prompt_key: it.prompt_key }} /></aside></div>`}
+          <${Figures} title="Identity" values=${{ prompt_key: it.prompt_key, data_source: it.data_source }} /></aside></div>`}
   </section>`;
 }

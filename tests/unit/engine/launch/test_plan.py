@@ -126,6 +126,16 @@ SERVE = "PY -m rollstream.cli serve --model org/model --host"
         ("sglang", {"dtype": "auto", TP: 1, "seeds": False}, f"{SGLANG} --host 127.0.0.1"),
         ("vllm", {}, f"{VLLM} --host 127.0.0.1 --enable-scale-out"),
         (
+            "sglang",
+            {"lora_rank": 6},
+            f"{SGLANG} --host 127.0.0.1 --enable-lora --max-lora-rank 6 --lora-target-modules all",
+        ),
+        (
+            "vllm",
+            {"sends_weights": True},
+            f'{VLLM} --host 127.0.0.1 --weight-transfer-config {{"backend":"rollstream"}} --enable-scale-out',
+        ),
+        (
             "rollstream",
             {"max_model_len": 99},
             f"{SERVE} 127.0.0.1 --max-model-len 99 --log-dir /logs/replica-0 --exit-with-parent",
@@ -180,6 +190,8 @@ def test_arguments_of_the_user() -> None:
         ("vllm", {"args": {"max-model-len": 2}}, "rollout.max_model_len"),
         ("rollstream", {"dtype": "float16"}, "rollout.dtype"),
         ("rollstream", {"gpu_memory_utilization": 0.5}, "rollout.gpu_memory_utilization"),
+        ("vllm", {"lora_rank": 600}, "model.lora_rank"),
+        ("rollstream", {"sends_weights": True}, "rollout.weight_transfer"),
     ],
 )
 def test_what_is_not_an_argument_or_an_option_there_is_refused(

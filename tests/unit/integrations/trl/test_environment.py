@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("trl")
 
+from rollstream.data.row import parse_row
 from rollstream.errors import ConfigError, DataError
 from rollstream.integrations.configured_groups import ConfiguredGroups
 from rollstream.integrations.trl.environment import (
@@ -27,6 +28,7 @@ SAMPLING = SamplingParams(64)
 def args(**changed: Any) -> Any:
     """As much of the trainer's arguments as an environment takes."""
     values = {"temperature": 1.0, "max_completion_length": 8, "num_generations": 2, "seed": 0}
+    values |= {"weight_sync": "drain", "weight_transfer": "folder"}
     return SimpleNamespace(**{"weights_dir": None, "chat_template_kwargs": None, **values, **changed})
 
 
@@ -36,6 +38,7 @@ def args(**changed: Any) -> Any:
         ("actor_rollout_ref.rollout.temperature=0.5", "temperature"),
         ("actor_rollout_ref.rollout.n=4", "num_generations"),
         ("generation.seed=3", "seed"),
+        ("actor_rollout_ref.rollout.weight_transfer=gloo", "weight_transfer"),
     ],
 )
 def test_what_the_trainer_decides_is_refused(word: str, argument: str) -> None:
@@ -47,14 +50,12 @@ def test_what_the_trainer_decides_is_refused(word: str, argument: str) -> None:
     "word",
     [
         "data.filter_overlong_prompts=true",
-        "generation.executor=ray",
         "generation.shard=0/2",
         "generation.metrics_port=0",
         "generation.adaptive_in_flight=true",
         "generation.adaptive_in_flight=false",
         "generation.export=[jsonl]",
         "trainer.logger=[wandb]",
-        "actor_rollout_ref.rollout.agent.num_workers=2",
     ],
 )
 def test_keys_without_effect_are_refused(word: str) -> None:
@@ -77,6 +78,18 @@ def test_servers_that_are_launched_load_weights_from_the_trainers_folder(tmp_pat
     assert config.actor_rollout_ref.rollout.launch.args == {"weights": [str(tmp_path)]}
     with pytest.raises(ConfigError, match="weights_dir"):
         environment.resolve(args(), "model")
+
+
+def test_weights_are_sent_to_servers_alone() -> None:
+    for engine in ("vllm", "sglang"):
+        config = RolloutEnvironment([f"actor_rollout_ref.rollout.name={engine}"]).resolve(
+            args(weight_transfer="nccl"), "model"
+        )
+        assert config.actor_rollout_ref.rollout.weight_transfer == "nccl"
+    with pytest.raises(ConfigError, match="leave it out for engine 'openvino'"):
+        RolloutEnvironment(["actor_rollout_ref.rollout.name=openvino"]).resolve(
+            args(weight_transfer="gloo"), "model"
+        )
 
 
 def test_datasets_that_cannot_be_trained_on_are_refused() -> None:
@@ -196,6 +209,27 @@ def test_a_ground_truth_that_counts_as_nothing_is_one(truth: object, tmp_path: P
     dataset = RolloutEnvironment([f"data.train_files={file}"]).dataset()
     read = read_row(dataset[0], 0)
     assert (read.ground_truth, read.extra_info["zero"]) == (truth, 0)
+
+
+def test_a_row_has_the_key_that_it_has_in_a_run(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    file = tmp_path / "rows.jsonl"
+    given = [
+        {"prompt": "1 + 1 =", "ground_truth": "2", "level": 3},
+        {
+            "prompt": [{"role": "user", "content": "1 - 1 ="}],
+            "reward_model": {"ground_truth": 0, "style": "rule"},
+        },
+    ]
+    file.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in given))
+    dataset = RolloutEnvironment([f"data.train_files={file}"]).dataset()
+    for example, row in zip(dataset, given, strict=True):
+        assert read_row(example).prompt_key == parse_row(row, 0, "prompt")[0].prompt_key
+        mended = {**example, "prompt": [{"role": "user", "content": "2 + 2 ="}]}
+        assert read_row(mended).prompt_key not in {
+            read_row(example).prompt_key,
+            read_row(given[0]).prompt_key,
+        }
 
 
 def test_a_dataset_is_told_from_another() -> None:

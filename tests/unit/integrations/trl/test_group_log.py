@@ -34,7 +34,7 @@ def test_groups_have_the_figures_of_their_rollouts() -> None:
     )
     first, second = group_records(batch, [0.0, 1.0, None, None], row)
     assert first == {
-        **{"index": 7, "prompt_key": "key 7", "prompt": "x" * 150 + "\udce9" * 50},
+        **{"index": 7, "position": 0, "prompt_key": "key 7", "prompt": "x" * 150 + "\udce9" * 50},
         **{"n": 2, "scored": 2, "failed": 0, "mean": 0.5, "spread": 0.5, "versions": [2, 3], "staleness": 1},
     }
     assert (second["scored"], second["failed"], second["mean"], second["versions"]) == (0, 2, None, [])

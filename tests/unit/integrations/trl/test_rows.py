@@ -17,6 +17,7 @@ from rollstream.integrations.trl.rows import (
     snapshot_advantages,
     take_slice,
     to_rows,
+    with_added,
 )
 from rollstream.training.group import token_versions
 from rollstream.trajectory import Failure, PromptRow, Rollout, Trajectory
@@ -49,6 +50,15 @@ def test_ids_masks_and_logprobs_stay_as_they_are() -> None:
     assert fields["env_mask"] == [[1, 0, 1]] * 2
     assert fields["logprobs"] == [[-0.5, 0.0, -0.25]] * 2
     assert env_reward(prompts=[], **fields) == [0.5, 0.5]
+
+
+def test_tokens_may_have_more_advantage_than_their_row() -> None:
+    output = {
+        "completion_ids": torch.zeros(3, 4, dtype=torch.long),
+        "advantages": torch.tensor([1.0, -1.0, 0.5]),
+    }
+    grown = with_added(output, [[0.5, 0.0, 2.0], []])
+    assert grown["advantages"].tolist() == [[1.5, 1.0, 3.0, 1.0], [-1.0] * 4, [0.5] * 4]
 
 
 def test_an_empty_response_is_one_masked_end_token() -> None:

@@ -1,5 +1,7 @@
 """DataProto exports: padded as verl pads, nothing lost, nothing made up, and refusals that say why."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -317,22 +319,33 @@ async def test_a_run_in_its_directory_and_beside_it(tmp_path: Path) -> None:
     assert dataproto_files(target) == [target]
 
 
+MEASURE = """
+import sys
+from pathlib import Path
+from rollstream.store.export.dataproto import DataProtoOptions, export_dataproto
+
+def memory(name):  # bytes of this process, resident now (VmRSS) or at most since it was asked to forget (VmHWM)
+    return 1024 * int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])
+
+for rows in (100, 100, 1000):  # the first one also loads what is loaded once
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    options = DataProtoOptions(max_rows_per_file=rows)
+    export_dataproto(Path(sys.argv[1]), Path(sys.argv[2]), options=options)
+    print(memory("VmHWM") - before)
+"""
+
+
 def test_memory_is_that_of_the_output(tmp_path: Path) -> None:
     """A file of a tenth of the rows takes a tenth of the tensors' memory."""
     longest, short = trajectory(range(300), [range(700)]), trajectory([1], [[2]])
     run = rollouts(longest, *[short] * 999)  # all are padded to the longest
     artifact = write_artifact(tmp_path / "a.parquet", run)
-    added: list[int] = []
-    for rows in (100, 100, 1000):  # the first one also loads what is loaded once
-        Path("/proc/self/clear_refs").write_text("5")
-        before = memory("VmRSS")
-        export_dataproto(artifact, tmp_path / "out.pkl", options=DataProtoOptions(max_rows_per_file=rows))
-        added.append(memory("VmHWM") - before)
+    # In a process of its own: in this one other tests may have left room.
+    command = [sys.executable, "-c", MEASURE, str(artifact), str(tmp_path / "out.pkl")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    added = [*map(int, done.stdout.split())]
     tensors = 1000 * (8 * (4 * 300 + 5 * 700) + 8 * 700)
     assert tensors / 2 < added[2] < 2.3 * tensors + (20 << 20)
     assert added[1] < tensors / 4 + (20 << 20)
-
-
-def memory(name: str) -> int:
-    """Bytes of this process, resident now (VmRSS) or at most since it was asked to forget (VmHWM)."""
-    return 1024 * int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0])

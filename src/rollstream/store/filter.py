@@ -3,6 +3,7 @@
     filter     = and ("or" and)*
     and        = one ("and" one)*
     one        = "not" one | "(" filter ")" | COLUMN OPERATOR VALUE | COLUMN ["not"] "in" "(" VALUE ("," VALUE)* ")"
+               | COLUMN ["not"] "between" VALUE "and" VALUE
     OPERATOR   = "=" | "!=" | "<" | "<=" | ">" | ">=" | "~"
     COLUMN     = a name, in quotes where it has signs or spaces
     VALUE      = a number, a word, a text in quotes, "null", "true", "false"
@@ -14,7 +15,7 @@
 import operator
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,7 @@ import pyarrow.compute as pc
 
 from rollstream.errors import RollstreamError
 from rollstream.store.arrow import column_values, to_arrow, to_arrow_texts
-from rollstream.store.columns import Array, RunColumns
+from rollstream.store.columns import Array
 
 _TOKEN: Final = re.compile(
     r"""\s*(?:(?P<text>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|(?P<sign><=|>=|!=|==|[=<>~(),])"""
@@ -44,8 +45,27 @@ _MOST_TESTS: Final = 100
 _DEEPEST: Final = 50
 """Brackets and nots within each other."""
 
+
+class Filterable(Protocol):
+    """Filterable that can be filtered: see `RunColumns`, which is one."""
+
+    rows: int
+
+    def columns(self) -> list[dict[str, str]]:
+        """`name` and `type` (number, text, bool) of each."""
+        ...
+
+    def __getitem__(self, name: str) -> Array:
+        """The values of a column, of a text their codes. Shape (rows,)."""
+        ...
+
+    def texts(self, name: str) -> pa.StringArray:
+        """The texts of a column, by code."""
+        ...
+
+
 _Check = Callable[[], None]
-_Test = Callable[[RunColumns, _Check], Array]
+_Test = Callable[[Filterable, _Check], Array]
 
 
 class FilterError(RollstreamError):
@@ -73,9 +93,9 @@ class _Token(NamedTuple):
 
 
 class Filter:
-    """A filter of the rows of a run. Raises `FilterError`."""
+    """A filter of rows. Raises `FilterError`."""
 
-    def __init__(self, text: str, columns: RunColumns) -> None:
+    def __init__(self, text: str, columns: Filterable) -> None:
         if len(text) > _MOST_CHARACTERS:
             raise FilterError(f"a filter has {_MOST_CHARACTERS} characters at most", _MOST_CHARACTERS)
         self._columns = {column["name"]: column["type"] for column in columns.columns()}
@@ -86,7 +106,7 @@ class Filter:
             self._passes = self._either(0)
             self._take("end", "and, or, or the end")
 
-    def rows(self, columns: RunColumns, check: _Check = lambda: None) -> Array:
+    def rows(self, columns: Filterable, check: _Check = lambda: None) -> Array:
         """Which rows pass. Shape (rows,). `check` is called between comparisons, and may raise."""
         return np.ones(columns.rows, bool) if self._passes is None else self._passes(columns, check)
 
@@ -100,7 +120,7 @@ class Filter:
         while self._skip(word):
             tests.append(part())
 
-        def passes(rows: RunColumns, check: _Check) -> Array:
+        def passes(rows: Filterable, check: _Check) -> Array:
             found = tests[0](rows, check)
             for test in tests[1:]:
                 found = join(found, test(rows, check))
@@ -128,7 +148,7 @@ class Filter:
             raise FilterError(hint, token.at)
         test = self._comparison(token.value)
 
-        def passes(rows: RunColumns, check: _Check) -> Array:
+        def passes(rows: Filterable, check: _Check) -> Array:
             check()
             return test(rows)
 
@@ -145,9 +165,17 @@ class Filter:
             self._tokens.pop()
         return found
 
-    def _comparison(self, name: str) -> Callable[[RunColumns], Array]:
+    def _comparison(self, name: str) -> Callable[[Filterable], Array]:
         """A column against the value, or the values, that come next."""
         kind, negated = self._columns[name], self._skip("not")
+        if self._skip("between"):
+            ends = [self._value(name, kind)]
+            self._take("and", "and, and the upper end")
+            ends.append(self._value(name, kind))
+            if None in ends or kind == "bool":
+                raise FilterError("between takes two numbers or texts", self._tokens[-1].at)
+            one = _text_test if kind == "text" else _number_test
+            return lambda rows: (one(rows, name, ">=", ends[0]) & one(rows, name, "<=", ends[1])) != negated
         if negated or self._tokens[-1].is_word("in"):
             self._take("in", "in")
             self._take("(", "(")
@@ -167,7 +195,7 @@ class Filter:
             raise FilterError(f"{sign.text} does not go with {'null' if null else f'a {kind}'}", sign.at)
         if kind == "text":
             return lambda rows: _text_test(rows, name, sign.text, value)
-        return lambda rows: _number_test(rows[name], sign.text, value)
+        return lambda rows: _number_test(rows, name, sign.text, value)
 
     def _value(self, name: str, kind: str) -> Any:
         """The value that comes next, of the column's type; None is null."""
@@ -202,7 +230,7 @@ def _tokens(text: str) -> list[_Token]:
     return tokens
 
 
-def _within(rows: RunColumns, name: str, kind: str, values: Sequence[Any]) -> Array:
+def _within(rows: Filterable, name: str, kind: str, values: Sequence[Any]) -> Array:
     """Which cells are one of some values."""
     cells, known = rows[name], [value for value in values if value is not None]
     if kind == "text":
@@ -213,13 +241,13 @@ def _within(rows: RunColumns, name: str, kind: str, values: Sequence[Any]) -> Ar
     return found | ~np.isfinite(cells) if None in values and cells.dtype.kind == "f" else found
 
 
-def _number_test(cells: Array, sign: str, value: float) -> Array:
+def _number_test(rows: Filterable, name: str, sign: str, value: float) -> Array:
     with np.errstate(over="ignore"):  # more than a column's type can hold is infinite
-        found: Array = _ORDER[sign][0](cells, value)
+        found: Array = _ORDER[sign][0](rows[name], value)
     return found
 
 
-def _text_test(rows: RunColumns, name: str, sign: str, word: str) -> Array:
+def _text_test(rows: Filterable, name: str, sign: str, word: str) -> Array:
     """Which texts pass a test, each tried once."""
     texts = rows.texts(name)
     if sign == "~":
@@ -232,7 +260,7 @@ def _of_texts(truths: pa.Array, codes: Array) -> Array:
     return found
 
 
-def sort_rows(rows: RunColumns, selected: Array, sort: Sequence[str]) -> Array:
+def sort_rows(rows: Filterable, selected: Array, sort: Sequence[str]) -> Array:
     """Rows in the order of `-reward`, `index`: descending with a minus, nulls last, equal ones as they came.
 
     Raises `FilterError` for a column that is not there.

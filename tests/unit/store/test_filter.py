@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.store.columns import RunColumns
+from rollstream.store.filter import Filter, FilterError, sort_rows
 from rollstream.store.run import Run
-from rollstream.view.filter import Filter, FilterError, sort_rows
 from tests.support.view_runs import agent_run, rollout, write_run
 
 _COMPARE = {
@@ -61,8 +61,19 @@ def numbers() -> st.SearchStrategy[tuple[str, Any]]:
 
         return f"{name} {sign} {value}", holds
 
+    def between(name: str, low: float, high: float, no: str) -> tuple[str, Any]:
+        def holds(row: dict[str, Any]) -> bool:
+            ends = [make(name, sign, value)[1](row) for sign, value in ((">=", low), ("<=", high))]
+            return all(ends) != bool(no)
+
+        return f"{name} {no}between {low} and {high}", holds
+
     value = st.one_of(st.none(), st.sampled_from([0, 1, 0.5, -1, 4, 70, 1e300, -0.01]))
-    return st.builds(make, st.sampled_from(_NUMBERS), st.sampled_from(sorted(_COMPARE)), value)
+    ends = st.sampled_from([0, 0.5, 1, 4])
+    return st.one_of(
+        st.builds(make, st.sampled_from(_NUMBERS), st.sampled_from(sorted(_COMPARE)), value),
+        st.builds(between, st.sampled_from(_NUMBERS), ends, ends, st.sampled_from(["", "not "])),
+    )
 
 
 def texts() -> st.SearchStrategy[tuple[str, Any]]:
@@ -127,6 +138,8 @@ def test_and_binds_closer_than_or(columns: RunColumns) -> None:
         ("finish_reason = 'open", 16),
         ("reward ~ 1", 7),
         ("reward < null", 7),
+        ("reward between 1 or 2", 17),
+        ("is_snapshot between 0 and 1", 27),
         ("is_snapshot = maybe", 14),
         ("reward < 1 and", 14),
         ("(" * 60 + "reward = 1" + ")" * 60, 51),

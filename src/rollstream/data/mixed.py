@@ -1,0 +1,115 @@
+"""`data.sources`: prompt rows of several sources, each with its share, agent loop and tools."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from rollstream.data.row import as_mapping
+from rollstream.data.shares import Shares
+from rollstream.data.sources import RowSource
+from rollstream.data.values import Row
+from rollstream.errors import ConfigError, unknown_name
+
+SOURCE = "source"
+"""The column with the name of a row's source."""
+
+
+class SourceConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """An entry of `data.sources`."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    train_files: str | list[str] | None = None
+    """As `data.train_files`."""
+    task: dict[str, Any] | None = None
+    """As an entry of `train_tasks`, in place of files."""
+    weight: Annotated[float, Meta(gt=0)] = 1.0
+    """Its share is its weight by the sum of all."""
+    agent: str | None = None
+    """The agent loop of rows that name none."""
+    tools: list[str] | None = None
+    """The tools that its rows may use, of those that the run has."""
+    data_source: str | None = None
+    """Of its rows, whatever they say: it chooses the reward."""
+    max_in_flight: Annotated[int, Meta(ge=1)] | None = None
+    """Of its rollouts, so many run at once in a process; the others wait."""
+    max_failed_share: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """See `training.Source`."""
+
+    @property
+    def files(self) -> list[str]:
+        """`train_files` as a list."""
+        return [self.train_files] if isinstance(self.train_files, str) else list(self.train_files or ())
+
+
+def read_sources(entries: Sequence[Any] | None) -> list[SourceConfig]:
+    """The entries of `data.sources`. Raises `ConfigError`."""
+    known = SourceConfig.__struct_fields__
+    for key in (key for one in entries or () if isinstance(one, Mapping) for key in one if key not in known):
+        raise ConfigError(f"data.sources: {unknown_name('key', key, known)}")
+    try:
+        found = msgspec.convert(list(entries or ()), list[SourceConfig])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"data.sources: {error}") from error
+    names = [one.name for one in found]
+    for one in found:
+        if names.count(one.name) > 1:
+            raise ConfigError(f"data.sources: two are called {one.name!r}")
+        if (one.train_files is None) == (one.task is None):
+            raise ConfigError(f"data.sources: {one.name!r} has train_files, or a task")
+    return found
+
+
+class SourceRows(RowSource):
+    """The rows of a source, marked with what it says of them."""
+
+    def __init__(self, rows: RowSource, source: SourceConfig) -> None:
+        super().__init__(source.name, None, rows.files)
+        self._rows, self._source = rows, source
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, position: int) -> Row:
+        row, source = self._rows.row(position), self._source
+        if SOURCE in row:
+            row[f"{SOURCE}_in_file"] = row[SOURCE]
+        row[SOURCE] = source.name
+        if source.agent is not None and row.get("agent_name") is None:
+            row["agent_name"] = source.agent
+        if source.data_source is not None:
+            row["data_source"] = source.data_source
+        if source.tools is not None:
+            extra_info = as_mapping(row.get("extra_info"), "extra_info")
+            row["extra_info"] = {"tool_selection": source.tools, **extra_info}
+        return row
+
+    def location(self, position: int) -> str:
+        return self._rows.location(position)
+
+    def folder(self, position: int) -> Any:
+        return self._rows.folder(position)
+
+
+def in_shares(
+    visiting: npt.NDArray[np.int64], source_of: npt.NDArray[np.int64], weights: Sequence[float]
+) -> npt.NDArray[np.int64]:
+    """Indices in an order in which each source has its share, from the first on, until it has no more.
+
+    Args:
+        visiting: indices, whose order within a source stays.
+        source_of: the number of the source of each, of the same shape.
+        weights: of the sources.
+    """
+    queues: list[Iterator[int]] = [
+        iter(visiting[source_of == number].tolist()) for number, _ in enumerate(weights)
+    ]
+    shares, order = Shares(weights), np.empty_like(visiting)
+    for at in range(len(order)):
+        while (index := next(queues[number := shares.take()], None)) is None:
+            shares.pause(number)
+        order[at] = index
+    return order
