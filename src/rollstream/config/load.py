@@ -276,7 +276,9 @@ def to_stored_yaml(config: DictConfig) -> str:
     keys = [key for key, is_branch in _known_keys().items() if not is_branch and _is_path(_setting_type(key))]
     for i, _ in enumerate(stored.get("train_tasks") or ()):
         keys += [f"train_tasks[{i}].custom_cls.path", f"train_tasks[{i}].loading_params.data_files"]
-    keys += [f"data.sources[{i}].train_files" for i, _ in enumerate(stored.data.get("sources") or ())]
+    for i, source in enumerate(stored.data.get("sources") or ()):
+        of_reward = ".path" if OmegaConf.is_dict(source.get("reward")) else ""
+        keys += [f"data.sources[{i}].train_files", f"data.sources[{i}].reward{of_reward}"]
     for key in keys:
         value, always = OmegaConf.select(stored, key), key == "trainer.default_local_dir"
         if OmegaConf.is_list(value):

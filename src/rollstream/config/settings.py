@@ -4,7 +4,7 @@ A type says which values a key takes. Classes are named after the keys they hold
 the few values it needs, never all.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypedDict
 
 from msgspec import Meta
@@ -168,6 +168,8 @@ class RewardSettings:
     timeout: Limit
     max_concurrency: Count
     processes: NotNegative = 0
+    of_sources: dict[str, Any] = field(default_factory=dict)
+    """No key of the configuration: the rewards of `data.sources`; see `rollout.setup.reward_settings`."""
 
 
 @dataclass(frozen=True, slots=True)

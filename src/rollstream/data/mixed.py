@@ -18,6 +18,14 @@ SOURCE = "source"
 """The column with the name of a row's source."""
 
 
+class SourceReward(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """As the keys of `custom_reward_function`."""
+
+    path: Annotated[str, Meta(min_length=1)]
+    name: str = "compute_score"
+    reward_kwargs: dict[str, Any] = {}
+
+
 class SourceConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """An entry of `data.sources`."""
 
@@ -34,6 +42,8 @@ class SourceConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     """The tools that its rows may use, of those that the run has."""
     data_source: str | None = None
     """Of its rows, whatever they say: it chooses the reward."""
+    reward: Annotated[str, Meta(min_length=1)] | SourceReward | None = None
+    """What scores its rows; a text is the path. Their data source is then `data_source`, or the source's name."""
     max_in_flight: Annotated[int, Meta(ge=1)] | None = None
     """Of its rollouts, so many run at once in a process; the others wait."""
     max_failed_share: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -43,6 +53,11 @@ class SourceConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     def files(self) -> list[str]:
         """`train_files` as a list."""
         return [self.train_files] if isinstance(self.train_files, str) else list(self.train_files or ())
+
+    @property
+    def chosen_data_source(self) -> str | None:
+        """The data source of all its rows; None where each says its own."""
+        return self.data_source or (self.name if self.reward is not None else None)
 
 
 def read_sources(entries: Sequence[Any] | None) -> list[SourceConfig]:
@@ -63,6 +78,23 @@ def read_sources(entries: Sequence[Any] | None) -> list[SourceConfig]:
     return found
 
 
+def source_rewards(entries: Sequence[Any] | None) -> dict[str, SourceReward]:
+    """The rewards of `data.sources`, by the data source of the rows that they score. Raises `ConfigError`."""
+    rewards, sources = dict[str, SourceReward](), read_sources(entries)
+    for source in sources:
+        if (reward := source.reward) is None:
+            continue
+        key = source.chosen_data_source or source.name
+        rewards[key] = SourceReward(path=reward) if isinstance(reward, str) else reward
+        if shared := [
+            other.name for other in sources if other is not source and key == other.chosen_data_source
+        ]:
+            raise ConfigError(
+                f"data.sources: {source.name!r} has a reward, and {shared[0]!r} the same data_source: {key!r}"
+            )
+    return rewards
+
+
 class SourceRows(RowSource):
     """The rows of a source, marked with what it says of them."""
 
@@ -80,8 +112,8 @@ class SourceRows(RowSource):
         row[SOURCE] = source.name
         if source.agent is not None and row.get("agent_name") is None:
             row["agent_name"] = source.agent
-        if source.data_source is not None:
-            row["data_source"] = source.data_source
+        if (data_source := source.chosen_data_source) is not None:
+            row["data_source"] = data_source
         if source.tools is not None:
             extra_info = as_mapping(row.get("extra_info"), "extra_info")
             row["extra_info"] = {"tool_selection": source.tools, **extra_info}

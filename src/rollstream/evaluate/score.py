@@ -111,6 +111,11 @@ def _reward(options: argparse.Namespace) -> "RewardSettings":
             "--reward FILE or --rules: nothing that a run directory names is run by itself. The run's own reward: "
             f"--reward {own['path']} --function {own.get('name', 'compute_score')}"
         )
+    sources = manifest.setting("data").get("sources") or ()
+    if not options.rules and options.reward is None and any(source.get("reward") for source in sources):
+        raise ConfigError(
+            "--reward FILE or --rules: the run's own rewards are those of data.sources, which are not run by itself"
+        )
     if options.reward is None and (options.function or options.kwargs):
         raise ConfigError("--function and --kwargs are for a --reward FILE")
     if options.processes is not None and options.processes < 1:

@@ -19,6 +19,7 @@ from rollstream.chat.tool_schema import schema_digest, schema_json
 from rollstream.config.load import to_settings, to_stored_yaml
 from rollstream.config.settings import Settings
 from rollstream.data.first_look import LOOKED_AT, first_look
+from rollstream.data.mixed import source_rewards
 from rollstream.data.prompts import (
     OTHER_SOURCES,
     KnownDataset,
@@ -108,10 +109,12 @@ class GenerationPlan:
     @property
     def scored_sources(self) -> list[str]:
         """Data sources of the rows that a rule knows."""
-        if not isinstance(self.setup.reward, RuleReward):
+        if not isinstance(rules := self.setup.reward, RuleReward):
             return []
         return [
-            source for source in self.dataset.data_sources() if source != OTHER_SOURCES and find_rule(source)
+            source
+            for source in self.dataset.data_sources()
+            if source != OTHER_SOURCES and rules.knows(source)
         ]
 
     @property
@@ -213,6 +216,8 @@ class InMemory:
             raise ConfigError(f"generation.executor={executor} reads its own prompts: name files")
         if self.reward is None:
             return
+        if source_rewards(settings.data.sources):
+            raise ConfigError("a reward is given in memory, and others by data.sources")
         if settings.custom_reward_function.path is not None:
             raise ConfigError("a reward is given in memory, and by custom_reward_function.path")
         if executor not in _OWN_EXECUTORS or runs_in_workers(settings):
@@ -349,9 +354,9 @@ def _make_plan(config: DictConfig, setup: RolloutSetup, dataset: PromptDataset, 
             "the tools are not used: the agent loop is single_turn_agent; set actor_rollout_ref.rollout."
             "agent.default_agent_loop=tool_agent"
         )
-    if runs_in_workers(settings) and isinstance(setup.reward, RuleReward):
+    if runs_in_workers(settings) and isinstance(rules := setup.reward, RuleReward):
         for source in dataset.data_sources():
-            rule = find_rule(source)
+            rule = None if rules.function(source) is not None else find_rule(source)
             if rule is not None and not rule.function.__module__.startswith("rollstream."):
                 raise ConfigError(
                     f"the reward of data source {source!r} (@register_reward) is known in this process only, and "

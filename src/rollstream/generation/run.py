@@ -33,7 +33,7 @@ from rollstream.generation.upload import upload_trajectories
 from rollstream.reward.base import FunctionReward
 from rollstream.rollout.executor import Executor, FailureStreak, WindowCounters
 from rollstream.rollout.replay import score_run
-from rollstream.rollout.setup import in_flight_limit
+from rollstream.rollout.setup import in_flight_limit, reward_settings
 from rollstream.rollout.stored_pass import ScoreReport
 from rollstream.stop_signals import StoppedEarly, StopSignals
 from rollstream.store.export.format import file_name
@@ -174,7 +174,7 @@ async def generate(
 
 async def _rescore(plan: GenerationPlan, waits: Waits) -> ScoreReport | None:
     """Scores what is finished by the reward asked for, if that is another one and `generation.rescore` is set."""
-    root, settings = plan.run_dir, plan.settings.custom_reward_function
+    root, settings = plan.run_dir, reward_settings(plan.settings)
     manifest = read_manifest(root)
     if manifest is None or not plan.settings.generation.rescore or manifest.reward == plan.manifest.reward:
         return None

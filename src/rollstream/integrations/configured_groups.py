@@ -34,7 +34,7 @@ from rollstream.generation.plan import (
     runs_in_workers,
     tool_schemas,
 )
-from rollstream.reward.rules import RuleReward, find_rule
+from rollstream.reward.rules import RuleReward
 from rollstream.rollout.in_workers import WorkerRollouts
 from rollstream.rollout.ray_cluster import RayCluster
 from rollstream.rollout.setup import RolloutSetup, build_setup, in_flight_limit, launches_on_ray, load_agents
@@ -322,7 +322,7 @@ def check_scores(setup: RolloutSetup, rows: Iterable[PromptRow]) -> None:
     sources = set()
     for row in rows:
         loop = setup.agents.loops.entry(row.agent_name or default).loop
-        if find_rule(row.data_source) is not None or not loop.__module__.startswith("rollstream.agent."):
+        if setup.reward.knows(row.data_source) or not loop.__module__.startswith("rollstream.agent."):
             return
         sources.add(row.data_source)
     raise ConfigError(

@@ -2,14 +2,15 @@
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import orjson
 
 from rollstream.errors import ConfigError, RewardError
-from rollstream.reward.base import ComputeScore, Score, call_score
+from rollstream.reward.base import ComputeScore, RewardFunction, Score, call_score
 from rollstream.trajectory import PromptRow
 from rollstream.user_calls import UserCalls
 
@@ -76,36 +77,59 @@ def find_rule(data_source: str) -> Rule | None:
 
 
 class RuleReward:
-    """The `RewardFunction` of a run without one of its own: the data source of a row chooses its rule.
+    """The `RewardFunction` of a run where the data source of a row chooses what scores it.
 
     Args:
-        timeout: Seconds for one call.
-        max_concurrency: Calls at once.
+        timeout: Seconds for one call of a rule.
+        max_concurrency: Calls of rules at once.
+        functions: The functions of data sources, in place of their rules.
+        otherwise: The function of all other data sources, in place of rules.
     """
 
-    def __init__(self, timeout: float = 60.0, max_concurrency: int = 32) -> None:
+    def __init__(
+        self,
+        timeout: float = 60.0,
+        max_concurrency: int = 32,
+        functions: Mapping[str, RewardFunction] = MappingProxyType({}),
+        otherwise: RewardFunction | None = None,
+    ) -> None:
         self._timeout = timeout
         self._calls = UserCalls("reward", limit=max_concurrency, own_loop=True)
+        self._functions, self._otherwise = dict(functions), otherwise
+        self.label = "sources" if functions else "rules"
+        everyone = [*self._functions.values(), *([otherwise] if otherwise else [])]
+        self.takes_trajectory = any(getattr(one, "takes_trajectory", False) for one in everyone)
 
     @property
     def source_digest(self) -> str:
-        """Digest of which function scores which data sources; not of their code, so an upgrade can resume."""
+        """Digest of what scores which data sources; not of the code of rules, so an upgrade can resume."""
         names = sorted(f"{rule.prefix} {_name(rule.function)}" for rule in _rules.values())
+        if self._otherwise is not None:
+            names = [self._otherwise.source_digest]
+        names += sorted(f"{source}: {one.source_digest}" for source, one in self._functions.items())
         return hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest()
+
+    def function(self, data_source: str) -> RewardFunction | None:
+        """The function that scores a data source; None where a rule does, or nothing."""
+        return self._functions.get(data_source, self._otherwise)
+
+    def knows(self, data_source: str) -> bool:
+        """Whether something scores a data source."""
+        return self.function(data_source) is not None or find_rule(data_source) is not None
 
     async def prepare(self, data_source: str) -> bool:
         """Imports what the rule of a data source needs; at start, this shows what is missing.
 
         Returns:
-            Whether there is a rule.
+            Whether something scores it.
 
         Raises:
             ConfigError: A package is missing.
             RewardError: It failed otherwise, or took longer than five minutes.
         """
-        rule = find_rule(data_source)
+        rule = None if self.function(data_source) is not None else find_rule(data_source)
         if rule is None or rule.prepare is None:
-            return rule is not None
+            return self.knows(data_source)
         outcome = await self._calls.run(rule.prepare, name="prepare", seconds=_PREPARE_TIMEOUT)
         if outcome.timed_out:
             raise RewardError(f"preparing the reward of {data_source} takes too long")
@@ -118,6 +142,8 @@ class RuleReward:
         return True
 
     async def score(self, row: PromptRow, solution_str: str) -> Score:
+        if (function := self.function(row.data_source)) is not None:
+            return await function.score(row, solution_str)
         rule = find_rule(row.data_source)
         if rule is None:
             return Score(None, {})
@@ -126,6 +152,9 @@ class RuleReward:
 
     def close(self) -> None:
         self._calls.close()
+        for function in (*self._functions.values(), self._otherwise):
+            if function is not None:
+                function.close()
 
 
 def _name(function: ComputeScore) -> str:

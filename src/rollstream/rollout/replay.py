@@ -226,9 +226,9 @@ async def score_run(
         loaded.close()  # the workers load their own
     digest = hashlib.blake2b(f"{loaded.source_digest} {rule}".encode(), digest_size=16).hexdigest()
     whole = getattr(loaded, "takes_trajectory", False)
-    label = "rules" if isinstance(loaded, RuleReward) else loaded.label
-    described = label if reward.path is None else f"{reward.path}:{reward.name}"
-    label = label if reward.path is None else Path(reward.path).stem
+    label = described = loaded.label
+    if reward.path is not None and not reward.of_sources:
+        label, described = Path(reward.path).stem, f"{reward.path}:{reward.name}"
     recipe, workers = ReplayRecipe(reward, root, rule), processes or min(os.cpu_count() or 1, 4)
 
     async def open_backend(stack: AsyncExitStack) -> WorkerBackend:

@@ -8,7 +8,7 @@ settings -> load_agents -> Agents (agent loops, tools, interactions)
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.chat.tool_schema import load_tool_schemas, with_row_tools
 from rollstream.config.settings import RewardSettings, Settings
-from rollstream.data.mixed import read_sources
+from rollstream.data.mixed import read_sources, source_rewards
 from rollstream.engine.base import Engine
 from rollstream.engine.checks import check_capabilities
 from rollstream.engine.continuation import ContinuingEngine
@@ -437,7 +437,7 @@ def _build_setup(
     rollout, data = settings.actor_rollout_ref.rollout, settings.data
     shown = load_tool_schemas(data.tool_config_path) if data.tool_config_path else []
     if reward is None:
-        reward = load_configured_reward(settings.custom_reward_function)
+        reward = load_configured_reward(reward_settings(settings))
     tokenizer = configured_tokenizer(settings)
     images = _load_images(settings, tokenizer, agents, needed=shows_images)
     return RolloutSetup(
@@ -528,24 +528,34 @@ def _load_images(
     return None if processor is None else ImageReader(processor, allow_http=settings.data.fetch_images)
 
 
+def reward_settings(settings: Settings) -> RewardSettings:
+    """The reward that a configuration names, with those of its `data.sources`. Raises `ConfigError`."""
+    return replace(settings.custom_reward_function, of_sources=source_rewards(settings.data.sources))
+
+
 def load_configured_reward(settings: RewardSettings) -> Reward:
-    """The reward that a configuration names, or the rules. Raises `ConfigError`."""
-    if settings.path is None:
+    """The reward that settings name, or the rules. Raises `ConfigError`."""
+    if settings.path is None and settings.processes and not settings.of_sources:
+        raise ConfigError(
+            "custom_reward_function.processes is for a function: set custom_reward_function.path"
+        )
+    limits = settings.timeout, settings.max_concurrency
+
+    def load(path: str, name: str, kwargs: Mapping[str, Any]) -> FunctionReward | ProcessReward:
         if settings.processes:
-            raise ConfigError(
-                "custom_reward_function.processes is for a function: set custom_reward_function.path"
-            )
-        return RuleReward(settings.timeout, settings.max_concurrency)
-    if settings.processes:
-        order = settings.path, settings.name, settings.reward_kwargs, settings.timeout
-        return ProcessReward(*order, settings.processes)
-    return load_reward(
-        settings.path,
-        settings.name,
-        settings.reward_kwargs,
-        timeout=settings.timeout,
-        max_concurrency=settings.max_concurrency,
-    )
+            return ProcessReward(path, name, kwargs, settings.timeout, settings.processes)
+        return load_reward(path, name, kwargs, *limits)
+
+    own = None if settings.path is None else load(settings.path, settings.name, settings.reward_kwargs)
+    if own is not None and not settings.of_sources:
+        return own
+    functions = {key: load(one.path, one.name, one.reward_kwargs) for key, one in settings.of_sources.items()}
+    if settings.of_sources and any(one is not None and one.sees_group for one in (own, *functions.values())):
+        raise ConfigError(
+            "data.sources: a reward that takes solution_strs is for all rows: set custom_reward_function, and the "
+            "reward of no source"
+        )
+    return RuleReward(*limits, functions, own)
 
 
 def in_flight_limit(settings: Settings) -> int:

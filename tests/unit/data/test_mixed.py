@@ -106,11 +106,74 @@ def test_a_task_is_a_source_and_the_configuration_is_kept(
         ([{"name": "a", "train_files": "x", "wieght": 1}], "unknown key 'wieght'; did you mean 'weight'"),
         ([{"name": "a", "train_files": "x", "weight": 0}], "weight"),
         ([{"name": "a", "train_files": "x"}, {"name": "a", "train_files": "y"}], "two are called 'a'"),
+        ([{"name": "a", "train_files": "x", "reward": {"file": "x.py"}}], "reward"),
     ],
 )
 def test_what_is_wrong_is_named(wrong: list[dict[str, Any]], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(wrong)
+
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info, plus=0.0):
+    return {"score": ADDED + plus, "scored_as": data_source}
+
+def of_group(data_sources, solution_strs, ground_truths, extra_infos):
+    return [0.0 for _ in solution_strs]
+"""
+
+
+def scored(root: Path) -> dict[str, tuple[float | None, str | None]]:
+    table = pq.read_table(root / "trajectories.parquet", columns=["extra", "reward", "reward_extra"])
+    found: dict[str, set[Any]] = {}
+    for row in table.to_pylist():
+        pair = row["reward"], orjson.loads(row["reward_extra"]).get("scored_as")
+        found.setdefault(orjson.loads(row["extra"])["source"], set()).add(pair)
+    assert all(len(pairs) == 1 for pairs in found.values())
+    return {name: pairs.pop() for name, pairs in found.items()}
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_source_has_a_reward_of_its_own(tmp_path: Path, processes: int) -> None:
+    first, second = tmp_path / "first.py", tmp_path / "second.py"
+    first.write_text("ADDED = 1.0" + REWARD)
+    second.write_text("ADDED = 2.0" + REWARD)
+    sources = [
+        {"name": "math", "train_files": write(tmp_path / "math.jsonl", 3), "reward": str(first)},
+        {
+            "name": "code",
+            "train_files": write(tmp_path / "code.jsonl", 3),
+            "data_source": "tests",
+            "reward": {"path": str(second), "reward_kwargs": {"plus": 0.5}},
+        },
+        {"name": "plain", "train_files": write(tmp_path / "plain.jsonl", 3, data_source="chat")},
+    ]
+    root = tmp_path / "run"
+    options = [
+        f"actor_rollout_ref.model.path={MODEL_PATH}",
+        "actor_rollout_ref.rollout.response_length=2",
+        "generation.show_progress=false",
+        f"custom_reward_function.processes={processes}",
+    ]
+
+    def generate(*more: str) -> Any:
+        layer = {"data": {"sources": sources}, "trainer": {"default_local_dir": str(root)}}
+        return run_generation(compose([*options, *more], layers=[layer]))
+
+    made = generate()
+    wanted = {"math": (1.0, "math"), "code": (2.5, "tests")}
+    assert scored(root) == wanted | {"plain": (None, None)}
+    assert made.unscored_sources == {"chat": 3}
+    assert cli(["score", str(root)]) == 2  # nothing that a run directory names is run by itself
+
+    # The same rows by another reward: what is done is scored anew, and rows of no source's by the run's own.
+    second.write_text("ADDED = 7.0" + REWARD)
+    changed = f"custom_reward_function.path={first}", "generation.rescore=true"
+    assert generate(*changed).generated == 0
+    assert scored(root) == {"math": (1.0, "math"), "code": (7.5, "tests"), "plain": (1.0, "chat")}
+    sources[0]["reward"] = {"path": str(first), "name": "of_group"}
+    with pytest.raises(ConfigError, match="solution_strs"):
+        generate(*changed)
 
 
 def test_other_rows_beside_them_are_refused(tmp_path: Path, sources: list[dict[str, Any]]) -> None:
