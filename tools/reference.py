@@ -22,6 +22,7 @@ FOLDER = ROOT / "docs" / "reference"
 MODULES: dict[str, Collection[str]] = {
     "generation": ("GenerationResult", "run_generation"),
     "generation.iterate": ("generate",),
+    "chat.parsers.base": ("ParsedOutput", "ToolCall", "ToolCallParser", "register_parser"),
     "engine.base": ("Engine", "Capabilities"),
     "engine.kind": (),
     "engine.hf": ("HFEngine",),
