@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="DIR")
     who = parser.add_mutually_exclusive_group(required=True)
     who.add_argument("--model", metavar="M", help="folder or hub name of a model that is loaded here")
-    who.add_argument("--server", metavar="URL", nargs="+", help="servers of one model")
+    who.add_argument("--server", metavar="URL", action="append", help="a server; several of one model: again")
     who.add_argument("--same", action="store_true", help="the run's own model, where no servers made it")
     who.add_argument("--list", action="store_true", help="the streams that there are")
     parser.add_argument("--name", help="of the stream (default with --same: same)")

@@ -43,7 +43,7 @@ from rollstream.sampling import changes_of_distribution
 from rollstream.store.batch import logprobs_of, read_footer, read_tables
 from rollstream.store.export.files import JSON_COLUMNS, decode_row, replacing
 from rollstream.store.merge import MergeCancelledError, until
-from rollstream.trajectory import LogprobKind, is_side_call, sampled_stretches
+from rollstream.trajectory import REWARD_STREAMS, LogprobKind, is_side_call, sampled_stretches
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +247,8 @@ def _survey(
     # A name of both belongs to the reward, as in verl. `prompt_messages` is said by `raw_prompt`, and the row's own
     # reward model is what is written.
     all_names = {**names["extra"], **names["reward_extra"]}
-    rewards = [name for name in names["reward_extra"] if name not in _RESERVED]
+    per_token = REWARD_STREAMS.values()  # lists: verl takes means of what these keys name
+    rewards = [name for name in names["reward_extra"] if name not in _RESERVED and name not in per_token]
     left_out = _RESERVED & all_names.keys() - {PROMPT_MESSAGES, "reward_model"}
     if left_out:
         logger.warning(

@@ -115,7 +115,9 @@ def test_what_is_no_tensor(tmp_path: Path) -> None:
 
 
 def test_names_that_collide_are_left_out_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = rollouts(trajectory(extra={"responses": "x", "level": 1}, reward_extra={"level": 2, "uid": 3}))
+    run = rollouts(
+        trajectory(extra={"responses": "x", "level": 1}, reward_extra={"level": 2, "uid": 3, "steps": [0.5]})
+    )
     (file,) = export(tmp_path, run)
     assert file.non_tensor_batch["level"].tolist() == [2]
     assert "responses" not in file.non_tensor_batch
