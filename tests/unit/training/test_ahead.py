@@ -803,5 +803,6 @@ def test_where_the_time_went_and_what_waits_in_memory() -> None:
     assert [step.step for step in steps] == [0, 1, 2]
     for one in steps:
         assert one.train_s >= 0.04 and one.weights_s >= 0.02 and one.generation_max_s >= 0.02
-        assert one.total_s >= one.wait_s + one.train_s + one.weights_s and one.drain_s < 0.02
-    assert 0.02 <= batches.get_average_generation_time() < 0.5
+        assert one.total_s >= one.wait_s + one.train_s + one.weights_s
+        assert 0.0 <= one.drain_s <= one.weights_s - 0.02  # the update itself is no part of it
+    assert batches.get_average_generation_time() >= 0.02
