@@ -32,6 +32,7 @@ MODULES: dict[str, Collection[str]] = {
     "agent.conversation": ("Conversation", "Turn"),
     "agent.interactions": ("Interaction",),
     "agent.tools.base": ("Tool", "ToolError", "ToolResponse"),
+    "data.tasks": ("TaskConfig", "ReasoningGymConfig", "Task"),
     "training": (),
     "evaluate": (),
     "integrations.trl": (),

@@ -70,11 +70,11 @@ class TaskConfig:
     name: Annotated[str, Meta(min_length=1)]
     """`reasoning_gym` is the built-in task."""
     loading_params: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `datasets.load_dataset`: path, name, split, revision, data_files, ..."""
+    """Keyword arguments of `datasets.load_dataset`: path, name, split (default: train), revision, data_files, ..."""
     prompt_format: Literal["template", "chat_messages"] = "template"
     """`template`: the prompt is `prompt_template`, filled in. `chat_messages`: a column has the messages."""
     prompt_template: str | None = None
-    """See `PromptTemplate`."""
+    """Text with `{column}`, `{column[key]}`, `{column:.2f}`; literal braces are doubled."""
     system_prompt: str | None = None
     """Put before the prompt as a system message; replaces one that is there."""
     chat_messages_field: str = "messages"
