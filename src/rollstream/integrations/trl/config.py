@@ -74,9 +74,9 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
     )
     weight_sync: str = _setting(
         "drain",
-        "drain: a weight update waits until nothing is being generated; in_flight: it comes between the tokens "
-        "of what is; pinned (PEFT models): a rollout ends under the adapter that it began with, and nothing waits. "
-        "An engine that shares the trainer's weights is always updated in flight: hf, unless weights are pinned.",
+        "drain: a weight update waits until nothing is being generated; in_flight: it comes between tokens; "
+        "pinned (PEFT models): a rollout ends under the adapter that it began with, and nothing waits. hf shares the "
+        "trainer's weights and is always updated in flight; with pinned weights it has a copy of the model.",
     )
     weight_sync_timeout: float = _setting(
         300.0, "Seconds for a weight update, the wait for an idle engine included."

@@ -99,8 +99,9 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
     The dataset's rows are prompt rows, as in rollstream's data files: `prompt`, and what the agent loop and
     the reward need (`answer`, `reward_model`, `extra_info`, `agent_name`, …). Reward functions of TRL's may
     be added; they get `env_reward`, `env_messages`, `env_reward_extra` and `env_failed` of each rollout, and
-    the columns. A rollout that failed for good has no token in the loss and no part in its group's mean. Of
-    a rollout with several trajectories each is a row of its own in the loss.
+    the columns. A rollout that failed for good has no token in the loss and no part in its group's mean. Each
+    trajectory of a rollout is a row of its own in the loss, weighted alike; a group's mean and deviation are those of
+    its final trajectories, and of the snapshots with a reward of their own.
 
     Args:
         model: as TRL takes it.
@@ -262,8 +263,9 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **keywords: Any) -> Any:
         """Evaluates as `Trainer.evaluation_loop` does; the same rows have the same indices, and so seeds, each time.
 
-        Outside of a training an engine is started for it, and ends with it. The metrics also have the figures
-        of `rollstream eval`, of the environment's reward.
+        Engine hf has the trainer's present weights, other engines have those of the last batch's end. Outside of a
+        training an engine is started for it, and ends with it. The metrics also have the figures of `rollstream
+        eval`, of the environment's reward. No teacher is asked.
         """
         self._evaluation_indices = itertools.count(len(self.train_dataset))  # those below are the training's
         self._judged = []
