@@ -38,39 +38,39 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
 
     num_steps_async: int = _setting(
         1,
-        "Batches by which one may be older than the weights that it trains, and that are generated ahead. 0: "
-        "nothing is generated while the trainer trains.",
+        "Batches that are generated ahead, and steps by which a batch may be older than the weights that it trains. "
+        "0: nothing is generated while the trainer trains.",
     )
     async_generation_timeout: float = _setting(
         300.0,
-        "Seconds to wait for a batch before the training fails. A rollout of it has failed after 0.8 of them, "
-        "unless the environment sets generation.attempt_timeout.",
+        "Seconds to wait for a batch before the training fails. A rollout fails after 0.8 of that, all attempts "
+        "together, unless the environment sets generation.attempt_timeout.",
     )
     async_max_queue_size: int | None = _setting(
         None,
-        "Batches that are there or on their way beyond the one being trained, at most. None: "
-        "2 * num_steps_async. More than num_steps_async changes nothing: staleness bounds it already.",
+        "The most batches that are generated or being generated beyond the one being trained. None: "
+        "2 * num_steps_async. Values above num_steps_async change nothing, because staleness is the tighter bound.",
     )
-    use_async_generation: bool = _setting(True, "False is num_steps_async=0, whatever that says.")
+    use_async_generation: bool = _setting(True, "False: as num_steps_async=0.")
     sampler_correction: str = _setting(
         "ratio",
-        "What the sampler's log-probs are for. ratio: they are the old policy's in the loss's clipped ratio. "
-        "truncate, mask: the old policy's are computed by the trainer, and each token's loss is weighted by the "
-        "truncated (TIS) or masked (MIS) ratio between the two. none: not used, as in TRL.",
+        "How the loss uses the sampler's log-probs. ratio: as the old policy's in the clipped ratio. truncate, mask: "
+        "the trainer computes the old policy's, and each token's loss is weighted by the truncated (TIS) or masked "
+        "(MIS) ratio between the two. none: not at all, as in TRL.",
     )
     sampler_level: str = _setting(
-        "token", "Of what truncate and mask take the ratio: token, sequence or geometric."
+        "token", "The level at which truncate and mask take the ratio: token, sequence or geometric."
     )
     sampler_ratio_max: float = _setting(2.0, "truncate: the ratio's cap; mask: beyond it the weight is 0.")
     sampler_ratio_min: float = _setting(0.5, "mask: below it the weight is 0.")
     step_reward_weight: float = _setting(
         0.0,
-        "Of a turn's advantage, beside that of its rollout: the reward's `steps`, summed up from the turn on, "
-        "compared with the same turn of the group's other rollouts.",
+        "Weight of a turn's own advantage, which is added to its rollout's: the reward's `steps`, summed up from the "
+        "turn on, compared with the same turn of the group's other rollouts.",
     )
     step_reward_gamma: float = _setting(1.0, "step_reward_weight: discounts the steps of later turns.")
     token_reward_weight: float = _setting(
-        0.0, "Of the reward's `tokens`, which are added to the advantages of tokens as they are."
+        0.0, "Weight of the reward's `tokens`, which are added to the advantages of tokens as they are."
     )
     weight_sync: str = _setting(
         "drain",
@@ -79,22 +79,22 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
         "trainer's weights and is always updated in flight; with pinned weights it has a copy of the model.",
     )
     weight_sync_timeout: float = _setting(
-        300.0, "Seconds for a weight update, the wait for an idle engine included."
+        300.0, "Seconds for a weight update, including the wait for an idle engine."
     )
     weights_dir: str | None = _setting(
         None,
-        "Where weights are written for the engine to read: a folder that its servers see, best in memory. None: "
-        "a temporary folder of this machine.",
+        "The folder in which weights are written for the engine's servers to read, best in memory, with room for two "
+        "copies. None: a temporary folder of this machine.",
     )
     weight_transfer: str = _setting(
         "folder",
-        "folder: weights are written for the engine to read; gloo (TCP), nccl (between CUDA devices): servers of "
-        "vLLM or SGLang are sent them; deltas: what changed is written into weights_dir, for `rollstream weights` "
-        "beside them.",
+        "folder: weights are written for the engine to read; gloo (TCP), nccl (between CUDA devices): they are sent to "
+        "servers of vLLM or SGLang; deltas: what changed is written into weights_dir, for `rollstream weights` beside "
+        "the servers.",
     )
     order: str = _setting(
         "plan",
-        "plan: batches hold the sampler's prompts in its order; first: what is finished first, as far as "
+        "plan: batches hold the sampler's prompts in its order; first: groups that are finished first, as far as "
         "num_steps_async allows.",
     )
     curriculum: str | None = _setting(
@@ -109,58 +109,58 @@ class GRPOEnvConfig(GRPOConfig):  # type: ignore[misc]  # TRL is not followed by
     )
     group_priority: str | None = _setting(
         None,
-        "With order='first', which finished groups are trained first: spread (of the rewards, the greater the "
-        "sooner), or package.module.name (path.py:name) of a function of a rollstream.training.Group.",
+        "With order='first', the finished groups that are trained first: spread (the greater the spread of the "
+        "rewards, the sooner), or package.module.name (path.py:name) of a function of a rollstream.training.Group.",
     )
     batch_tokens: int | None = _setting(
         None,
-        "Batches of a dynamic size: beyond the prompts that TRL's settings ask for, more are taken until the "
-        "next one would bring the batch over so many tokens (of prompts and responses).",
+        "Tokens (prompts and responses) of a batch of dynamic size: it takes more prompts than TRL's settings ask for, "
+        "until the next one would exceed this.",
     )
     batch_groups_max: int | None = _setting(
-        None, "batch_tokens: prompts of a batch at most. None: four times TRL's."
+        None, "With batch_tokens, the most prompts of a batch. None: four times TRL's."
     )
     save_on_interrupt: bool = _setting(
         False,
-        "The first Ctrl-C lets the batch under way be trained, saves a checkpoint and ends; a second one ends "
-        "at once. False: Ctrl-C ends at once.",
+        "The first Ctrl-C finishes the batch, saves a checkpoint and ends; a second one ends at once. False: Ctrl-C "
+        "ends at once.",
     )
     rollout_store: str | None = _setting(
         "rollouts",
-        "Where each finished rollout is kept, so that a crash costs only what was in flight: a folder, within "
+        "The folder in which each finished rollout is kept, so that a crash costs unfinished ones only; within "
         "output_dir unless it is absolute. `rollstream view`, `eval`, `export` read it. None: nothing is kept.",
     )
     rollout_store_keep_steps: int | None = _setting(
         None,
-        "Batches that were trained more than so many batches before the last checkpoint but one are deleted. None: "
+        "Batches that were trained more than this many batches before the last checkpoint but one are deleted. None: "
         "none are.",
     )
     rollout_store_max_bytes: int | None = _setting(
         None,
-        "Beyond so many bytes what was set aside and the oldest batches are deleted, but none that the last two "
+        "Beyond this many bytes set-aside rollouts and the oldest batches are deleted, but none that the last two "
         "checkpoints may need. None: nothing is.",
     )
     rollout_replay: str | None = _setting(
         None,
-        "The store of another training (its rollout_store), whose batches are trained on again, in their order: "
-        "without an engine, without a store of its own, and as long as there are any.",
+        "The store of another training (its rollout_store), whose batches are trained on again in their order, until "
+        "there are no more; no engine runs and nothing is stored. resume_from_checkpoint takes that training's, too.",
     )
     teacher: dict[str, str] | str | None = _setting(  # noqa: RUF009  # a field, as all of them
         None,
-        "A model that is asked for the log-probs of each finished rollout's tokens, for distill_coef: a folder or hub "
-        "name of one that is loaded here, or URLs of its servers. Several by name (a mapping, or JSON text): each "
-        "row's teacher_column names its own. None: nobody.",
+        "A model that gives its log-probs of each finished rollout's tokens, for distill_coef: a folder or hub name of "
+        "one that is loaded here, or URLs of its servers. Several by name (a mapping, or JSON text): each row's "
+        "teacher_column names its own. None: no teacher.",
     )
-    teacher_column: str = _setting("teacher", "Of several teachers: the column that names a row's.")
+    teacher_column: str = _setting("teacher", "With several teachers, the column that names a row's.")
     distill_coef: float = _setting(
         0.0,
-        "On-policy distillation: so many times the teacher's log-prob minus the sampler's is added to the advantage of "
-        "each token. For that alone set reward_weights to 0.",
+        "On-policy distillation: this times (the teacher's log-prob - the sampler's) is added to the advantage of each "
+        "token. For distillation alone set reward_weights to 0.",
     )
     max_failed_groups: int = _setting(
         8,
-        "Groups in a row of which every rollout may fail for good; one more ends the training. A failed rollout "
-        "is not trained on, and has no part in its group's mean.",
+        "The most groups in a row whose rollouts may all fail; one more ends the training. A failed rollout is not "
+        "trained on, and has no part in its group's mean.",
     )
 
     def __post_init__(self) -> None:
