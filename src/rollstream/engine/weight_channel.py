@@ -87,6 +87,11 @@ class SentWeights(str):
 class WeightChannel:
     """Makes copies of weights that servers are sent.
 
+    Names, shapes and dtypes are compared with the server's checkpoint first; others are an error, and nothing has
+    changed. A server that comes back later is sent the last copy. An update that breaks off leaves its server paused
+    until one goes well; a server whose trainer was lost meanwhile must be started again. The trainer listens while it
+    sends, without encryption or passwords.
+
     Args:
         transport: how they are sent: `gloo` (TCP, between any machines) or `nccl` (between CUDA devices).
     """

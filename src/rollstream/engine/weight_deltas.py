@@ -40,8 +40,9 @@ class CopiedWeights(str):
 class DeltaChannel:
     """Writes weights into a folder, and waits until a copy of them is beside the servers.
 
-    A whole version is written first, and whenever the deltas since the last one are as large; what is older than the
-    whole version before that goes then.
+    A delta is the compressed XOR of the changed tensors' bytes; each tensor and the whole have checksums. A whole
+    version is written first, after a gap, and whenever the deltas since the last one are as large; what is older than
+    the whole version before that goes then, so the folder has about four models at most.
 
     Args:
         folder: of this training alone, where `rollstream weights` sees it.

@@ -14,7 +14,19 @@ examples:
   rollstream gateway serve --config gateway.yaml --host 0.0.0.0 --token-file token --public-url http://gw:8900
 
 The settings are those of `rollstream generate` (--help-config there prints them). The same command with the
-same run directory goes on where the last one ended, also after a crash. docs/gateway.md has the routes.
+same run directory goes on where the last one ended, also after a crash.
+
+routes, whose bodies are JSON with optional fields; docs/gateway.md shows a program of it:
+  POST /v1/sessions {id, row, instance_id}      opens a session: id, state, base_url, api_key, expires_in, messages
+                                                (Anthropic's clients take base_url without /v1). Again: the same
+                                                session, or its end; 409 if the row differs
+  GET /v1/sessions/ID                           state, calls, tokens
+  POST /v1/sessions/ID/finish {reward, answer, reward_extra, extra}
+                                                answers when the rollout is durable. Again: the same answer, 409 for
+                                                another result. 409 before any answer of the model, 404 after a kill
+  DELETE /v1/sessions/ID                        makes it a failed rollout
+  POST /v1/weights {model_path, version}        loads weights; calls in flight go on with them
+  GET /v1/weights, /healthz, /metrics, /openapi.json
 
 exit codes: 0 ended by SIGINT or SIGTERM; 2 wrong usage or configuration, or a run directory or address that
 cannot be used; 1 the engine cannot start, or the disk failed.
@@ -26,7 +38,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, action="append", default=[], metavar="FILE", help="a YAML file under them"
     )
-    text = "a rollout buffer gets the sessions (default: the run directory, trainer.default_local_dir)"
+    text = (
+        "a rollout buffer gets the sessions, with the token of ROLLSTREAM_BUFFER_TOKEN (default: the run "
+        "directory, trainer.default_local_dir)"
+    )
     parser.add_argument("--buffer", metavar="URL", help=text)
     parser.add_argument("--task-type", metavar="TASK", help="of the buffer's items (default: the last job's)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
