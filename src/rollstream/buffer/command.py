@@ -30,7 +30,8 @@ examples:
   rollstream buffer status outputs/buffer
   rollstream buffer show outputs/buffer --state dropped
 
-The same --dir again goes on where the last server ended, also after a crash. docs/buffer.md has the routes.
+The same --dir again goes on where the last server ended, also after a crash. Its /openapi.json has the routes.
+docs/buffer.md
 
 exit codes: """
 
