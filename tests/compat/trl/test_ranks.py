@@ -16,6 +16,7 @@ import torch
 from torch.distributed import TCPStore
 
 from examples.edit_context import train as example
+from examples.training import show
 from tests.compat.trl.parts import load
 from tests.compat.trl.ranks_main import PROBLEMS
 
@@ -96,7 +97,7 @@ def test_each_process_trains_its_slice(ranks: int, tmp_path: Path) -> None:
 def test_snapshots_are_dealt_to_the_processes(tmp_path: Path) -> None:
     model, tokenizer = load()
     torch.manual_seed(0)
-    example.show(model, tokenizer, PROBLEMS, 75, share=0.5, at_once=6)
+    show(model, tokenizer, PROBLEMS, example.chats, 75, share=0.5, at_once=6)
     torch.save(model.state_dict(), tmp_path / "edits.pt")
     said = run_ranks(tmp_path, 2, "snapshots")
     assert [one["error"] for one in said] == [None] * 2

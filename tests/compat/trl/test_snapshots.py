@@ -10,6 +10,7 @@ pytest.importorskip("trl")
 import torch
 
 from examples.edit_context import train as example
+from examples.training import show
 from rollstream.integrations.trl.rows import BatchRows
 from rollstream.store.run import Run
 from rollstream.trajectory import sampled_stretches
@@ -22,7 +23,7 @@ def edits() -> Any:
     """A model that deletes in about half of its rollouts, and its tokenizer."""
     model, tokenizer = load()
     torch.manual_seed(0)
-    example.show(model, tokenizer, PROBLEMS, 75, share=0.5, at_once=6)
+    show(model, tokenizer, PROBLEMS, example.chats, 75, share=0.5, at_once=6)
     return model.state_dict()
 
 
