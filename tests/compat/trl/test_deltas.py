@@ -32,7 +32,7 @@ def served(tmp_path: Path) -> Iterator[str]:
     finally:
         for process in processes:
             process.terminate()
-            process.wait(20)
+            process.wait(100)
 
 
 def test_tokens_are_of_the_trainers_weights(served: str, tmp_path: Path) -> None:
