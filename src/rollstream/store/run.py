@@ -319,7 +319,7 @@ class Run:
 
         They have the columns, too, that tell rollouts apart and get them rewards.
         """
-        scored = [] if self.rewards.name is None else ["finished_at"]
+        scored = ["finished_at"] if self.rewards.are_joined else []
         columns = [*dict.fromkeys([*KEY_COLUMNS, "is_snapshot", *scored, *columns])]
         seen, repeated = Seen(), Counter[Path]()
         files = [path for path in self._files() if path not in without]

@@ -9,6 +9,9 @@
 A score belongs to the rollout that it was computed of: that of its key which was finished at its time. A rollout
 that is generated again, since a damaged file lost it, is not scored until it is scored itself.
 
+In a training a function that sees whole groups scores rollouts after they were recorded: those rewards stand in the
+notes of its store (`training/`).
+
 A run's own rewards are those that its rollouts were recorded with. Where its reward was changed in the middle
 (`generation.rescore`), `run.json` names the scores of what was finished by then. The artifact has the run's own
 rewards; batches and journals keep what was recorded.
@@ -21,6 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import orjson
@@ -39,6 +43,7 @@ from rollstream.store.batch import (
     recorded_digests,
     write_tables_durably,
 )
+from rollstream.store.journal import FILE_HEADER_SIZE, ScanReport, scan, sync_folder
 from rollstream.store.keys import rollout_numbers
 from rollstream.store.manifest import read_manifest
 
@@ -61,6 +66,26 @@ def sidecar_table(root: Path, name: str, kind: SidecarKind = "scores") -> Path:
 def pass_folder(root: Path, name: str, kind: SidecarKind = "scores") -> Path:
     """The run directory of the pass that computes them."""
     return root / kind / f"{name}.run"
+
+
+GivenRewards = tuple[float | None, list[tuple[float | None, str]]]
+"""When a rollout was finished, and of each of its trajectories the reward, and what else it says as JSON."""
+
+
+def notes_path(root: Path) -> Path:
+    """Where the notes of a training are in its store; another run directory has no such file."""
+    return root / "training" / "000000.rsj"
+
+
+def _judged_path(root: Path) -> Path:
+    return root / "training" / "judged"
+
+
+def note_judged(root: Path) -> None:
+    """Says that the notes of a training have rewards, so that others need not be read for them."""
+    if not (path := _judged_path(root)).exists():
+        path.touch()
+        sync_folder(path.parent)
 
 
 def is_sidecar_name(name: str) -> bool:
@@ -88,14 +113,24 @@ class Rewards:
         manifest = read_manifest(root)
         self.name = name or (None if manifest is None else manifest.scores)
         self._keeps_recorded = name is None
+        self._judged: _Judged | None = None
+        if self.name is None and manifest is not None and _judged_path(root).exists():
+            self._judged = _Judged(notes_path(root), manifest.run_id_bytes)
         self._path = sidecar_table(root, self.name or "")
         if self.name is not None and not self._path.exists():
             known = ", ".join(sidecar_names(root)) or "none"
             raise RunDirectoryError(f"{root} has no complete scores {self.name!r}; there are: {known}")
 
     @property
+    def are_joined(self) -> bool:
+        """Whether they are not simply those that stand in the rows."""
+        return self.name is not None or self._judged is not None
+
+    @property
     def content(self) -> str:
         """Names the scores and what is in them; empty where the recorded rewards are seen."""
+        if self._judged is not None:
+            return f"judged:{self._judged.path.stat().st_size}"
         if self.name is None:
             return ""
         digests = recorded_digests(self._path).get(self._path.name, set())
@@ -116,7 +151,11 @@ class Rewards:
         Args:
             table: with `SCORED_COLUMNS`, if it has `reward` or `reward_extra`, which are replaced.
         """
-        if self.name is None or not {"reward", "reward_extra"}.intersection(table.column_names):
+        if not {"reward", "reward_extra"}.intersection(table.column_names):
+            return table
+        if self._judged is not None:
+            return self._judged.scores().apply(table, keeps_recorded=True)
+        if self.name is None:
             return table
         return self._scores.apply(table, keeps_recorded=self._keeps_recorded)
 
@@ -124,7 +163,7 @@ class Rewards:
     def _scores(self) -> "_Scores":
         """Raises `RunDirectoryError`: it is no batch whose rollouts were to be generated again."""
         try:
-            return _Scores(self._path)
+            return _Scores.read(self._path)
         except DamageError as error:
             raise RunDirectoryError(
                 f"{self._path}: {error}; scoring again under its name makes it anew"
@@ -132,14 +171,18 @@ class Rewards:
 
 
 class _Scores:
-    """The rewards of a file, in memory: some 33 bytes a row, and each different `reward_extra` once."""
+    """Rewards in memory, sorted by key: some 33 bytes a row, and each different `reward_extra` once."""
 
-    def __init__(self, path: Path) -> None:
+    @classmethod
+    def read(cls, path: Path) -> "_Scores":
+        """Those of a file."""
         with (
             reading(path),
             pq.ParquetFile(path, page_checksum_verification=True, read_dictionary=["reward_extra"]) as file,
         ):
-            table = file.read(use_threads=False).unify_dictionaries()
+            return cls(file.read(use_threads=False).unify_dictionaries())
+
+    def __init__(self, table: pa.Table) -> None:
         self._places = rollout_places(table)
         self._reward = column_values(table["reward"])
         chunks = table["reward_extra"].chunks
@@ -161,6 +204,39 @@ class _Scores:
             codes[known] = self._codes[places[known]]
             table = _replaced(table, "reward_extra", known, self._texts.take(to_arrow(codes)), keeps_recorded)
         return table
+
+
+class _Judged:
+    """The rewards that a training's notes have, as far as they are written."""
+
+    def __init__(self, path: Path, run_id: bytes) -> None:
+        self.path, self._run_id = path, run_id
+        self._end = FILE_HEADER_SIZE
+        self._given: dict[tuple[int, int], GivenRewards] = {}
+        self._scores: _Scores | None = None
+
+    def scores(self) -> _Scores:
+        """All of them."""
+        report, before = ScanReport(), self._end
+        for frame in scan(self.path, self._run_id, report, self._end):
+            if b"judged" in frame.body and (note := msgspec.msgpack.decode(frame.body))["type"] == "judged":
+                for place, (finished, given) in note["rewards"].items():
+                    self._given[note["position"], place] = finished, given
+        self._end = max(before, report.end)
+        if self._scores is None or self._end > before:
+            rows = [
+                (*key, number, finished, reward, extra)
+                for key, (finished, given) in sorted(self._given.items())
+                for number, (reward, extra) in enumerate(given)
+            ]
+            columns = zip(*rows, strict=True) if rows else [()] * len(_SCHEMA)
+            arrays = [pa.array(values, kind) for values, kind in zip(columns, _SCHEMA.types, strict=True)]
+            table = pa.table(arrays, schema=_SCHEMA)
+            at = _SCHEMA.get_field_index("reward_extra")
+            self._scores = _Scores(
+                table.set_column(at, "reward_extra", table["reward_extra"].dictionary_encode())
+            )
+        return self._scores
 
 
 def _replaced(

@@ -7,7 +7,8 @@ import numpy as np
 
 from rollstream.store.lock import is_locked
 from rollstream.store.run import Run
-from rollstream.training.store import History, notes_path, read_history
+from rollstream.store.scores import notes_path
+from rollstream.training.store import History, read_history
 from rollstream.trajectory import failure_cause
 
 

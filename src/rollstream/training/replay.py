@@ -12,13 +12,13 @@ from typing import Any
 from rollstream.errors import ConfigError, RunDirectoryError
 from rollstream.store.journal import ScanReport
 from rollstream.store.run import Run
+from rollstream.store.scores import notes_path
 from rollstream.training.group import GroupGenerator
 from rollstream.training.plan import FunctionPlan, PlannedGroup
 from rollstream.training.store import (
     GroupHistory,
     GroupReader,
     History,
-    notes_path,
     prompt_keys,
     read_history,
 )

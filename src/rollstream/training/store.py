@@ -34,7 +34,6 @@ import orjson
 
 from rollstream.agent.turns import Turns
 from rollstream.errors import ConfigError, RunDirectoryError, StorageError
-from rollstream.rollout.group_reward import give_reward
 from rollstream.rollout.worker import make_failure
 from rollstream.store.arrow import column_values
 from rollstream.store.batch import read_footer
@@ -52,6 +51,7 @@ from rollstream.store.records import EncodedTurn, EncodingError, RecordCodec, js
 from rollstream.store.recovery import recover_frames
 from rollstream.store.run import Run
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run
+from rollstream.store.scores import GivenRewards, note_judged, notes_path
 from rollstream.store.streams import note_streams
 from rollstream.store.turns import NO_TURN, TurnPlaces, remove_turns
 from rollstream.store.writer import StoreWriter
@@ -112,8 +112,8 @@ class Judged(msgspec.Struct, tag="judged"):
     """A function that sees groups has scored one."""
 
     position: int
-    rewards: dict[int, tuple[float | None, str]]
-    """By place: the reward, and what else it says as JSON."""
+    rewards: dict[int, GivenRewards]
+    """By place."""
 
 
 class Dropped(msgspec.Struct, tag="dropped"):
@@ -224,11 +224,6 @@ class History:
             del self.groups[position]
 
 
-def notes_path(root: Path) -> Path:
-    """Where the notes of a training are in its store; another run directory has no such file."""
-    return root / "training" / "000000.rsj"
-
-
 def read_history(root: Path, manifest: Manifest, report: ScanReport | None = None) -> History:
     """The notes of a training."""
     history = History()
@@ -287,8 +282,9 @@ class GroupReader:
             group = self._history.groups.get(stored.index)
             judged = {} if group is None or group.judged is None else group.judged.rewards
             if stored.repeat in judged:
-                reward, extra = judged[stored.repeat]
-                give_reward(stored, reward, orjson.loads(extra))
+                given = judged[stored.repeat][1]
+                for one, (reward, extra) in zip(stored.trajectories, given, strict=True):
+                    one.reward, one.reward_extra = reward, orjson.loads(extra)
             found[stored.index][stored.repeat] = _as_made(stored)
         for failure in self._failures():
             group = self._history.groups.get(failure.index)
@@ -655,9 +651,15 @@ class TrainingStore:
 
     async def keep_rewards(self, planned: PlannedGroup, rollouts: Mapping[int, Rollout]) -> None:
         """See `GroupKeeper`. Raises `StorageError`."""
+        held = self._held[planned.position]
         rewards = {
-            place: (one.final.reward, json_text(one.final.reward_extra)) for place, one in rollouts.items()
+            place: (
+                held[place].finished_at,
+                [(one.reward, json_text(one.reward_extra)) for one in held[place].trajectories],
+            )
+            for place in rollouts
         }
+        await in_daemon_thread(partial(note_judged, self.root))
         await in_daemon_thread(partial(self._note, Judged(planned.position, rewards), durably=True))
 
     async def keep(self, planned: PlannedGroup, place: int, result: Rollout | Failure) -> Rollout | Failure:
@@ -667,6 +669,8 @@ class TrainingStore:
             StorageError: the disk is full, or cannot be written.
         """
         assert self._writer is not None
+        if isinstance(result, Rollout) and result.finished_at is None:
+            result.finished_at = time.time()
         if self._durable_drops < self._drops:  # else one that was dropped would be owed before this one again
             await in_daemon_thread(partial(self._note, durably=True))
         try:

@@ -9,8 +9,8 @@ import pytest
 
 from rollstream.errors import ConfigError, GenerationFailedError, PlanEndedError, RunDirectoryError
 from rollstream.store.manifest import new_manifest, write_manifest
+from rollstream.store.scores import notes_path
 from rollstream.training import BatchesAhead, ReplayGroups, ShuffledPlan, TrainingStore
-from rollstream.training.store import notes_path
 from rollstream.trajectory import Rollout
 from tests.support.training import LONG_S, StoredGroups
 

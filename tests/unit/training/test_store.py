@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import orjson
 import pytest
 
 from rollstream.agent.tools.session import ToolLimits
@@ -22,6 +23,7 @@ from rollstream.store.lock import LockHeldError
 from rollstream.store.manifest import require_manifest
 from rollstream.store.run import Run
 from rollstream.store.run_dir import RunDirectory
+from rollstream.store.scores import notes_path
 from rollstream.store.turns import read_places
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
 from rollstream.training import (
@@ -34,7 +36,7 @@ from rollstream.training import (
     ShuffledPlan,
 )
 from rollstream.training.ledger import Ledger, describe, read_ledger
-from rollstream.training.store import Note, Resume, TrainingStore, Whole, notes_path, plain_facts
+from rollstream.training.store import Note, Resume, TrainingStore, Whole, plain_facts
 from rollstream.trajectory import Failure, Rollout, RolloutKey, Trajectory
 from tests.support.training import LONG_S, QUICK, StoredGroups, eventually
 from tests.unit.agent.rollouts import demo_tokenizer, make_row, make_worker, resources
@@ -608,6 +610,15 @@ def test_a_groups_reward_is_made_of_what_is_stored_and_once(tmp_path: Path) -> N
     assert {one.final.reward_extra["call"] for group in batch.groups for one in group.rollouts} == {1, 2}
     batches.trained(batch.step)
     batches.stop()
+    read: dict[int, list[float]] = {}
+    for table in Run.open(tmp_path / "later").rows(["index", "reward", "reward_extra"]):
+        for row in table.to_pylist():
+            read.setdefault(row["index"], []).append(row["reward"])
+            assert orjson.loads(row["reward_extra"])["call"] in (1, 2)
+    assert {position: sorted(found) for position, found in read.items()} == {
+        position: sorted(one for one in found if one is not None) for position, found in first.items()
+    }
+    assert Run.open(tmp_path / "later").state().rewards.mean == 15.5
     replayed = ReplayGroups(tmp_path / "later")
     with BatchesAhead(replayed.plan, replayed, groups_per_step=2) as again:
         assert [*rewards(again.next_batch(LONG_S)).values()] == [first[one] for one in sorted(first)]

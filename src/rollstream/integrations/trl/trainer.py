@@ -73,12 +73,13 @@ from rollstream.rollout import teachers
 from rollstream.rollout.teachers import Teachers
 from rollstream.rollout.worker import make_failure
 from rollstream.stop_signals import ending_on_sigterm
+from rollstream.store.scores import notes_path
 from rollstream.training.ahead import BatchesAhead
 from rollstream.training.corrections import is_stats, masked_is_weights, truncated_is_weights
 from rollstream.training.group import GroupBatch
 from rollstream.training.plan import FunctionPlan, Plan
 from rollstream.training.step_rewards import token_advantages
-from rollstream.training.store import TrainingStore, notes_path
+from rollstream.training.store import TrainingStore
 from rollstream.training.timing import StepTimes
 from rollstream.trajectory import PromptRow, Rollout, SamplingParams
 
