@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _CAUSES_SHOWN = 10
 """Causes of failures that a person is shown."""
+_ERROR_SHOWN = 300
+"""Characters of an error that a person is shown."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,8 +87,11 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     _add_scores(parser)
     listed = parser.add_mutually_exclusive_group()
-    listed.add_argument("--failed", action="store_true", help="all failed rollouts as JSON Lines")
-    listed.add_argument("--unscored", action="store_true", help="all rollouts without a reward as JSON Lines")
+    text = "a line for each, with --json a JSON object"
+    listed.add_argument(
+        "--failed", action="store_true", help=f"all failed rollouts: {text}, with its traceback"
+    )
+    listed.add_argument("--unscored", action="store_true", help=f"all rollouts without a reward: {text}")
 
 
 def _add_validate(parser: argparse.ArgumentParser) -> None:
@@ -148,16 +153,13 @@ def _status(options: argparse.Namespace) -> int:
     from rollstream.store.run import Run
     from rollstream.store.summary import read_status, read_unscored, status_json
 
-    if options.failed or options.unscored:
-        import msgspec
-
-        rows: Iterable[object] = (
-            Run.open(options.run_dir).failures()
-            if options.failed
-            else read_unscored(options.run_dir, options.scores)
-        )
-        for row in rows:
-            print(msgspec.json.encode(row).decode())
+    if options.failed:
+        failures = map(asdict, Run.open(options.run_dir).failures())
+        _print_rollouts(failures, ("stage", "attempts", "error"), as_json=options.json)
+        return 0
+    if options.unscored:
+        unscored = read_unscored(options.run_dir, options.scores)
+        _print_rollouts(unscored, ("data_source", "cause"), as_json=options.json)
         return 0
     status = read_status(options.run_dir, options.scores)
     ledger = None
@@ -216,9 +218,22 @@ def _status(options: argparse.Namespace) -> int:
     return 1 if status.damage else 0
 
 
+def _print_rollouts(rows: Iterable[Mapping[str, Any]], names: Sequence[str], *, as_json: bool) -> None:
+    """A line for each rollout with some of its columns, the last one of any width; or all of it as JSON."""
+    columns = ("index", "repeat", *names)
+    for number, row in enumerate(rows):
+        if as_json:
+            print(orjson.dumps(row).decode())
+            continue
+        if number == 0:
+            print("  ".join(f"{name:<10}" for name in columns).rstrip())
+        cells = [printable(str(row[name]).partition("\n")[0][:_ERROR_SHOWN]) for name in columns]
+        print("  ".join(f"{cell:<10}" for cell in cells).rstrip())
+
+
 def _print_causes(what: str, causes: "Sequence[FailureCause]") -> None:
     for cause in causes[:_CAUSES_SHOWN]:
-        error = printable(cause.example.partition("\n")[0][:300])
+        error = printable(cause.example.partition("\n")[0][:_ERROR_SHOWN])
         print(f"{what:<16}{cause.count}: {error} (index {cause.index}, repeat {cause.repeat})")
     if (more := len(causes) - _CAUSES_SHOWN) > 0:
         print(f"{'':<16}and by {more} other causes: --{what}")

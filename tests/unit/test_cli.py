@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from rollstream.generation.command import command_line, summarise
 from rollstream.generation.run import GenerationResult
 from rollstream.stderr_log import at_work
 from rollstream.store.paths import RunPaths
+from rollstream.trajectory import Failure
 from tests.unit.store.fabric import commit_all, rollout
 from tests.unit.store.test_export import finished
 
@@ -252,6 +254,27 @@ async def test_a_rollout_whose_reward_sees_whole_groups_is_unscored_for_that(
     )
     assert main(["status", str(tmp_path)]) == 0
     assert "its reward sees whole groups" in capsys.readouterr().out
+
+
+async def test_failed_and_unscored_rollouts_are_lines_for_people_and_json_for_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = Failure(3, 1, "k" * 32, 2, "agent", "ValueError: no\nmore of it", "Traceback …", 1.0)
+    await commit_all(tmp_path, [rollout(0, reward=None), failed])
+
+    def printed(*arguments: str) -> list[str]:
+        assert main(["status", str(tmp_path), *arguments]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    heading, line = printed("--failed")
+    assert heading.split() == ["index", "repeat", "stage", "attempts", "error"]
+    assert line.split() == ["3", "1", "agent", "2", "ValueError:", "no"]
+    [line] = printed("--failed", "--json")
+    assert orjson.loads(line) == asdict(failed)
+    heading, line = printed("--unscored")
+    assert heading.split()[-2:] == ["data_source", "cause"] and line.startswith("0  ")
+    [line] = printed("--unscored", "--json")
+    assert orjson.loads(line)["index"] == 0
 
 
 async def test_damaged_files_are_errors_not_tracebacks(

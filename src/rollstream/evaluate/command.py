@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --no-worse-than: exit code 1 unless it is shown that at most M was lost",
     )
     parser.add_argument("--format", choices=["text", "md", "json"], default="text")
+    parser.add_argument("--json", action="store_const", const="json", dest="format", help="as --format json")
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
