@@ -28,6 +28,11 @@ STREAMS: Final = "token_streams"
 """Key of a trajectory's `extra`: numbers per response token, by the name of their stream."""
 
 
+CALL_TIMES: Final = "call_times"
+"""Key of a trajectory's `extra`: when a rollout of several engine calls did what, see `AgentLoop.call_times`. To be
+looked at: no trainer gets it."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class RolloutKey:
     """Identifies one rollout of a run."""

@@ -157,6 +157,9 @@ class AgentLoop(ABC):
         """The row, if its prompt is a stored conversation."""
         self.reward_info: dict[str, Any] = {}
         """What the reward is told besides, in its `extra_info`."""
+        self.call_times: list[tuple[str, float, float]] = []
+        """What took time, in the order of its ends: `generate` or `tool`, seconds since the attempt began, seconds."""
+        self._began = time.monotonic()
         self._engine_calls = 0
         self._row_tools: dict[str, dict[str, Any]] = {}
         """Schemas that the row brings, by digest: they are not among the run's."""
@@ -229,6 +232,7 @@ class AgentLoop(ABC):
         if turns:
             self.metrics = turns[-1].metrics
             self._engine_calls = int(self.metrics.engine_calls)
+            self._began -= self.metrics.total_s
             self.set_state(turns[-1].state)
         return turns
 
@@ -355,10 +359,16 @@ class AgentLoop(ABC):
         try:
             completion = await ask(sampling)
         finally:
-            self.metrics.generate_s += time.monotonic() - started
+            self.metrics.generate_s += self.note_time("generate", started)
             self.metrics.engine_calls += 1
         self.metrics.cached_prompt_tokens += completion.cached_prompt_tokens
         return completion
+
+    def note_time(self, kind: str, started: float) -> float:
+        """Notes in `call_times` what began then, by the monotonic clock, and ends now; returns its seconds."""
+        seconds = time.monotonic() - started
+        self.call_times.append((kind, round(started - self._began, 4), round(seconds, 4)))
+        return seconds
 
 
 def turn_seed(seed: int, call: int) -> int:

@@ -264,4 +264,4 @@ class ToolAgent(AgentLoop):
         try:
             return await work
         finally:
-            self.metrics.tool_s += time.monotonic() - started
+            self.metrics.tool_s += self.note_time("tool", started)

@@ -28,7 +28,7 @@ from rollstream.errors import ConfigError, DataError
 from rollstream.store.columns import Array, RunColumns
 from rollstream.store.filter import Filter, FilterError
 from rollstream.store.run import Run
-from rollstream.trajectory import CONTINUES, OWN_REWARD, STREAMS, Message, sampled_stretches
+from rollstream.trajectory import CALL_TIMES, CONTINUES, OWN_REWARD, STREAMS, Message, sampled_stretches
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ _COLUMNS = [
 ]
 _LOOPS_OWN = (
     *("tool_counts", "tool_rewards", "tool_metrics", "tool_scores", "turn_scores", "interaction_score"),
-    *("shown_tools", "training_store", "teacher_error", STREAMS, OWN_REWARD, CONTINUES),
+    *("shown_tools", "training_store", "teacher_error", STREAMS, OWN_REWARD, CONTINUES, CALL_TIMES),
 )
 """Keys of a trajectory's `extra` that its prompt row did not have."""
 

@@ -24,7 +24,7 @@ from rollstream.engine.base import Capabilities
 from rollstream.errors import ConfigError, DataError, EngineUnavailableError, TransientError
 from rollstream.gateway.branches import Branch, find_branches
 from rollstream.gateway.sessions import AnsweredCall, PendingCall, Session
-from rollstream.trajectory import Completion, Message, SamplingParams, Trajectory
+from rollstream.trajectory import CALL_TIMES, Completion, Message, SamplingParams, Trajectory
 from rollstream.web import HTTPError
 
 logger = logging.getLogger(__name__)
@@ -103,6 +103,8 @@ class Recorder:
         """Whether the final trajectory is no more than the newest, see `Branches`."""
         self.tokens = 0
         """Sampled so far."""
+        self._times: dict[int, tuple[str, float, float]] = {}
+        """Of calls by their serials, see `AgentLoop.call_times`."""
         self._notes: dict[str, Any] = {}
         self._noted: set[str] = set()
 
@@ -198,6 +200,8 @@ class Recorder:
                 asked = asked_digest(context, sampling, images)
                 kept = turns.take(asked)
             completion = kept or await self._generate(context, sampling, ask, gone)
+            if kept is None:
+                self._times[ask.serial] = self.loop.call_times[-1]  # nothing else ran since it was noted
             message, stop = self._read(completion, ask, call, in_thinking=in_thinking)
             if gone():
                 raise asyncio.CancelledError  # as the server is about to cancel it
@@ -222,8 +226,8 @@ class Recorder:
     ) -> list[Trajectory]:
         """The recorded trajectories, the final one last. See `find_branches` for the arguments.
 
-        `extra` has `prompt_messages`, `shown_tools` (schemas) and `tool_counts` where there were any, and in
-        `gateway` what there is to say:
+        `extra` has `prompt_messages`, `shown_tools` (schemas) and `tool_counts` where there were any, `call_times` of
+        a session of several calls, and in `gateway` what there is to say:
 
         - `side_call`: true of one that had no part in the rollout's answer.
         - `rendered_again_tokens`: sampled for answers that the client sent back in a history of its own making:
@@ -252,6 +256,9 @@ class Recorder:
         metrics.tool_calls = called.total()
         if called:  # whether one went wrong is the program's to know
             extra["tool_counts"] = {name: [calls, 0] for name, calls in called.items()}
+        if self.calls > 1:
+            times = [self._times.get(turn.ask.serial) for turn in turns]
+            extra[CALL_TIMES] = [known for known in times if known is not None]
         first = turns[0].ask
         extra["prompt_messages"] = len(first.messages)
         if first.tools:

@@ -48,6 +48,7 @@ from rollstream.rollout.retry import RetryPolicy, find_unavailable, is_transient
 from rollstream.rollout.validate import check_trajectories
 from rollstream.sampling import sampling_of_row
 from rollstream.trajectory import (
+    CALL_TIMES,
     CONTINUES,
     OWN_REWARD,
     Failure,
@@ -244,6 +245,8 @@ class RolloutWorker:
                 if is_settled and getattr(self.reward, "sees_group", False):
                     given = {"reward": trajectory.reward, "extra": trajectory.reward_extra}
                     trajectory.extra[OWN_REWARD] = given
+            if sum(one.metrics.engine_calls for one in trajectories) > 1:
+                trajectories[-1].extra.setdefault(CALL_TIMES, loop.call_times)
             on_scoring()
             await score_trajectories(
                 self.reward,

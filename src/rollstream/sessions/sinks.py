@@ -26,7 +26,7 @@ from rollstream.store.run import Run
 from rollstream.store.run_dir import RunDirectory
 from rollstream.store.summary import write_checkpoint
 from rollstream.store.writer import StoreWriter
-from rollstream.trajectory import Failure, PromptRow, Rollout, RolloutKey
+from rollstream.trajectory import CALL_TIMES, Failure, PromptRow, Rollout, RolloutKey
 from rollstream.web import HTTPError
 
 logger = logging.getLogger(__name__)
@@ -235,7 +235,7 @@ class BufferSink:
         uid, row = f"session:{id}", place.row
         info: dict[str, Any] = {}
         if isinstance(result, Rollout):
-            own = {"extra_info", *row.columns}
+            own = {"extra_info", CALL_TIMES, *row.columns}
             info = {key: value for key, value in result.final.extra.items() if key not in own}
         else:
             uid += f":failed:{result.failed_at}"

@@ -11,6 +11,7 @@ from rollstream.errors import ConfigError, DataError
 from rollstream.store.batch import SCHEMA
 from rollstream.store.export.dataproto import TENSORS, fill_tensors
 from rollstream.trajectory import (
+    CALL_TIMES,
     REWARD_STREAMS,
     STREAMS,
     Trajectory,
@@ -134,7 +135,7 @@ def to_dataproto(
     import torch
 
     rewards = sorted({name for one in trajectories for name in one.reward_extra})
-    extras = sorted({name for one in trajectories for name in one.extra} - {*TENSORS, STREAMS})
+    extras = sorted({name for one in trajectories for name in one.extra} - {*TENSORS, STREAMS, CALL_TIMES})
     named: dict[str, list[Any]] = {name: [one.extra.get(name) for one in trajectories] for name in extras}
     named |= {name: [one.reward_extra.get(name) for one in trajectories] for name in rewards}
     named |= {

@@ -11,7 +11,7 @@ from rollstream.agent.tools.toolbox import ToolBox
 from rollstream.chat.tool_schema import schema_digest
 from rollstream.errors import TransientEngineError
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
-from rollstream.trajectory import Trajectory
+from rollstream.trajectory import CALL_TIMES, Trajectory
 from tests.unit.agent.rollouts import (
     FAR,
     call_text,
@@ -109,6 +109,21 @@ async def test_calls_in_one_answer_run_at_once_and_answer_in_order() -> None:
     assert [logprob for _, logprob in sampled(made)] == [
         logprob for _, completion in engine.completions for logprob in completion.logprobs or []
     ]
+
+
+async def test_times_of_calls_and_tools_stand_in_their_order_and_add_up() -> None:
+    async with opened([class_tool(Recorder)]) as box:
+        _, made = await play(call_text("it"), call_text("it"), "12", tools=box)
+        _, single = await play("12", tools=box)
+    times = made.extra[CALL_TIMES]
+    assert [kind for kind, _, _ in times] == [*["generate", "tool"] * 3]  # the last one closes the tools
+    starts, ends = [one[1] for one in times], [one[1] + one[2] for one in times]
+    rounding = 2e-4
+    assert all(later >= end - rounding for later, end in zip(starts[1:], ends, strict=False))
+    assert starts[0] >= 0 and ends[-1] <= made.metrics.total_s + rounding
+    generating = sum(seconds for kind, _, seconds in times if kind == "generate")
+    assert generating == pytest.approx(made.metrics.generate_s, abs=3 * rounding)
+    assert CALL_TIMES not in single.extra
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from rollstream.errors import EngineUnavailableError, TransientEngineError
 from rollstream.store.records import EncodedTurn, RecordCodec
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
 from rollstream.testing.stub_chat import ChatStub
-from rollstream.trajectory import PromptRow, Rollout, RolloutKey, Trajectory
+from rollstream.trajectory import CALL_TIMES, PromptRow, Rollout, RolloutKey, Trajectory
 from tests.unit.agent.rollouts import (
     call_text,
     completed,
@@ -69,7 +69,8 @@ def without_times(trajectory: Trajectory) -> dict[str, Any]:
     metrics = trajectory.metrics
     counts = metrics.engine_calls, metrics.tool_calls, metrics.tool_errors, metrics.cached_prompt_tokens
     fields = {name: getattr(trajectory, name) for name in trajectory.__slots__ if name != "metrics"}
-    return fields | {"counts": counts}
+    extra = {name: value for name, value in trajectory.extra.items() if name != CALL_TIMES}
+    return fields | {"counts": counts, "extra": extra}
 
 
 async def test_it_goes_on_behind_each_turn(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rollstream.gateway.function_agent import FunctionAgent
 from rollstream.rollout.worker import RolloutWorker
 from rollstream.store.records import EncodedTurn, RecordCodec
 from rollstream.testing.scripted import ScriptedEngine
-from rollstream.trajectory import RolloutKey, Trajectory
+from rollstream.trajectory import CALL_TIMES, RolloutKey, Trajectory
 from tests.unit.agent.rollouts import completed, failed, make_row, make_worker, resources, says, started
 from tests.unit.chat.vision import IMAGE_PAD, load_model, png, write_model
 
@@ -109,7 +109,8 @@ async def run(client, row):
         whole = whole or made
         for one, other in zip(made, whole, strict=True):
             assert one.metrics.engine_calls == other.metrics.engine_calls
-            assert replace(one, metrics=other.metrics) == other
+            extra = {**one.extra, CALL_TIMES: other.extra[CALL_TIMES]}
+            assert replace(one, metrics=other.metrics, extra=extra) == other
 
 
 async def test_a_row_s_images_are_shown_as_an_api_takes_them(tmp_path: Path) -> None:

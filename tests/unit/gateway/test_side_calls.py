@@ -16,7 +16,7 @@ from rollstream.rollout.worker import RolloutWorker
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
 from rollstream.training.plan import PlannedGroup
 from rollstream.training.rollout_groups import RolloutGroups
-from rollstream.trajectory import PromptRow, Rollout
+from rollstream.trajectory import CALL_TIMES, PromptRow, Rollout
 from tests.support.programs import command_worker, program
 from tests.unit.agent.rollouts import (
     END,
@@ -149,6 +149,10 @@ def check(rollouts: Iterable[Rollout]) -> None:
         assert (final.metrics.engine_calls, final.metrics.tool_calls, final.metrics.tool_errors) == (2, 1, 0)
         assert (others[0].metrics.engine_calls, others[0].extra["prompt_messages"]) == (1, 2)
         assert "shown_tools" not in others[0].extra
+        assert [[kind for kind, *_ in one.extra[CALL_TIMES]] for one in (final, others[0])] == [
+            ["generate"] * 2,
+            ["generate"],
+        ]
 
 
 @pytest.mark.parametrize("when", WHEN)

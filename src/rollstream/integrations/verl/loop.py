@@ -23,7 +23,7 @@ from rollstream.integrations.verl.sampling import row_sampling
 from rollstream.integrations.verl.worker import current_calls
 from rollstream.rollout.setup import build_setup, load_agents
 from rollstream.rollout.worker import RolloutWorker
-from rollstream.trajectory import Failure, PromptRow, Trajectory, of_rollout
+from rollstream.trajectory import CALL_TIMES, Failure, PromptRow, Trajectory, of_rollout
 
 _workers: dict[Any, "asyncio.Task[RolloutWorker]"] = {}
 """One for every entry of the YAML of loops, as long as its process lives. One that cannot be made is tried anew."""
@@ -147,7 +147,8 @@ def to_row(sample: Mapping[str, Any], index: int, sampling: Mapping[str, Any] | 
 def to_output(trajectory: Trajectory, columns: Mapping[str, Any]) -> AgentLoopOutput:
     """A trajectory as verl's loops give one; `columns` of the row are not repeated."""
     versions = [version for _, version in trajectory.policy_versions]
-    extra = {key: value for key, value in trajectory.extra.items() if key not in {*columns, "extra_info"}}
+    left_out = {*columns, "extra_info", CALL_TIMES}
+    extra = {key: value for key, value in trajectory.extra.items() if key not in left_out}
     said = of_rollout(trajectory.reward_extra)
     extra |= {key: value for key, value in trajectory.reward_extra.items() if key not in said}
     metrics = trajectory.metrics

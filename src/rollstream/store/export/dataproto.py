@@ -43,7 +43,7 @@ from rollstream.sampling import changes_of_distribution
 from rollstream.store.batch import logprobs_of, read_footer, read_tables
 from rollstream.store.export.files import JSON_COLUMNS, decode_row, replacing
 from rollstream.store.merge import MergeCancelledError, until
-from rollstream.trajectory import REWARD_STREAMS, LogprobKind, is_side_call, sampled_stretches
+from rollstream.trajectory import CALL_TIMES, REWARD_STREAMS, LogprobKind, is_side_call, sampled_stretches
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +271,7 @@ def _survey(
     if reader is not None and reader.position_rows > 1:
         shapes["position_ids"] = reader.position_rows, prompt + response
     logger.info("%d rows padded to %d + %d tokens", rows, prompt, response)
-    extra = [name for name in names["extra"] if name not in {*_RESERVED, *rewards}]
+    extra = [name for name in names["extra"] if name not in {*_RESERVED, *rewards, CALL_TIMES}]
     return _Layout(rows, shapes, meta_info, extra, rewards, reader)
 
 
