@@ -34,14 +34,16 @@ def serving(*places: Path | str, arguments: Sequence[str] = ()) -> Iterator[dict
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two runs of agents, a hostile one, one of many tokens, one of many rows, and a training."""
+    """A folder of runs: of agents, hostile, of many tokens, of many rows, of a program; and of two trainings."""
     root = tmp_path_factory.mktemp("runs")
     view_runs.agent_run(root / "agent")
     view_runs.agent_run(root / "second", prompts=20)
     view_runs.hostile_run(root / "hostile")
     view_runs.long_run(root / "long")
     view_runs.large_run(root / "large", 20_000)
-    (root / "training").mkdir()
+    view_runs.write_run(root / "program", [view_runs.session_rollout(0, 0)], n=1, prompts=1)
+    for name in ("trained", "training"):
+        (root / name).mkdir()
     history = [
         {
             "step": step,
@@ -54,6 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for step in range(1, 41)
     ]
     (root / "training" / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    (root / "trained" / "trainer_state.json").write_text(json.dumps({"log_history": history[:20]}))
     record = {"index": 7, "n": 2, "mean": 0.5, "prompt_key": f"{7:032x}", "prompt": "<b>2 + 2</b>"}
     batches = [{"first": step - 1, "step": step, "groups": [record] * step} for step in (2, 4)]
     (root / "training" / "rollstream_groups.jsonl").write_text("\n".join(map(json.dumps, batches)))

@@ -29,13 +29,14 @@ VIEWS = {
     "comparison": ("compare/agent/second", ".shown .row a"),
     "prompt of two runs": ("compare/agent/second?index_a=2&index_b=2", ".rollout"),
     "training": ("training/training?step=3", ".uplot canvas"),
+    "trainings": ("trainings/trained/training", ".uplot canvas"),
 }
 
 
 def address(view: str, ids: dict[str, str]) -> str:
     """Names of runs in an address become their ids."""
     return re.sub(
-        r"\b(agent|second|hostile|long|large|training$|training(?=\?))\b(?=/|\?|$)",
+        r"\b(agent|second|hostile|long|large|trained|training$|training(?=\?))\b(?=/|\?|$)",
         lambda it: ids[it[1]],
         view,
     )
@@ -278,6 +279,40 @@ def test_training_shows_a_step_and_finds_a_curve(visit: Visit, ids: dict[str, st
     expect(page.locator(".curves")).to_have_count(1)
 
 
+def test_trainings_are_drawn_over_one_another(visit: Visit) -> None:
+    page = visit()
+    page.get_by_label("compare agent", exact=True).check()
+    for name in ("trained", "training"):
+        page.get_by_label(f"compare {name}", exact=True).check()
+    expect(page.get_by_label("compare agent", exact=True)).not_to_be_checked()
+    page.get_by_role("link", name="Compare the two").click()
+    expect(page.locator("h1")).to_have_text("2 trainings")
+    expect(page.locator(".curves figcaption").first).to_have_text("reward")
+    for name in ("trained", "training"):
+        expect(page.locator(".curves").first).to_contain_text(name)
+
+
+def test_timeline_has_each_call_and_leads_to_what_was_said(visit: Visit, ids: dict[str, str]) -> None:
+    page = visit(f"run/{ids['agent']}/trajectory/12")
+    lines = page.get_by_label("calls in time").locator("li")
+    expected = ("queue 100 ms", "generate 900 ms", "tool 400 ms", "generate 600 ms", "reward 50 ms")
+    expect(lines).to_have_count(len(expected))
+    for at, text in enumerate(expected):
+        expect(lines.nth(at)).to_contain_text(re.compile(text.replace(" ", r"\s*", 1)))
+    lines.nth(3).get_by_role("button").click()
+    expect(page.locator("#message-4")).to_be_in_viewport()
+
+
+def test_side_calls_of_a_session_stand_below_its_own(visit: Visit, ids: dict[str, str]) -> None:
+    page = visit(f"run/{ids['program']}/trajectory/1")
+    lists = page.locator(".falls > div")
+    expect(lists).to_have_count(2)
+    expect(lists.nth(1)).to_contain_text("1 side call")
+    expect(lists.nth(1).locator("li")).to_have_count(1)
+    lists.nth(1).locator("a").click()
+    expect(page.locator(".message.user")).to_contain_text("Write a title.")
+
+
 def test_keys_are_listed_and_light_and_dark_are_switched(visit: Visit) -> None:
     page = visit(dark=True)
     expect(page.locator(".sources a").first).to_be_visible()
@@ -306,7 +341,7 @@ def test_token_leaves_the_address_and_goes_along_with_each_request(runs: Any, vi
 def test_sources_are_found_by_words_and_sorted_by_a_column(visit: Visit) -> None:
     page = visit()
     names = page.locator(".sources tbody tr:not(.folder) td:nth-child(2) a")
-    expect(names).to_have_count(6)
+    expect(names).to_have_count(8)
     page.get_by_label("Find").fill("SEC finished")
     expect(names).to_have_text(["second"])
     page.get_by_label("Find").fill("")

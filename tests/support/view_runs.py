@@ -27,7 +27,7 @@ from rollstream.store.batch import (
 from rollstream.store.manifest import Manifest, new_manifest
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run
 from rollstream.store.writer import StoreWriter
-from rollstream.trajectory import Failure, Metrics, Rollout, Trajectory
+from rollstream.trajectory import CALL_TIMES, Failure, Metrics, Rollout, Trajectory
 
 PIXEL = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAABAAAAAQCAIAAACQkWg2AAAAFklEQVR42mP4z8BAEmIY1TCqYfhqAABQAf8BkWxPWgAA"
@@ -188,6 +188,11 @@ def agent_rollout(index: int, repeat: int, *, snapshots: int = 0) -> Rollout:
                 "trainer_logprobs": trainer,
                 "entropy": [-4 * one for one in trainer],
                 "tool_counts": {"weather": [1, int(wrong)]},
+                **(
+                    {CALL_TIMES: [["generate", 0.0, 0.9], ["tool", 0.9, 0.4], ["generate", 1.3, 0.6]]}
+                    if last
+                    else {}
+                ),
             },
         )
 
@@ -195,6 +200,17 @@ def agent_rollout(index: int, repeat: int, *, snapshots: int = 0) -> Rollout:
     return Rollout(
         index, repeat, f"{index:032x}", numbers, f"agent/{index % 3}", ground_truth={"clothes": "light"}
     )
+
+
+def session_rollout(index: int, repeat: int) -> Rollout:
+    """A rollout of a program that asks for a title beside its question."""
+    made = rollout(index, repeat, "131")
+    side = rollout(index, repeat, "A sum", prompt="Write a title.").final
+    side.is_snapshot, side.reward = True, None
+    side.extra = {"gateway": {"side_call": True}, CALL_TIMES: [["generate", 0.0, 0.02]]}
+    made.final.extra = {CALL_TIMES: [["generate", 0.0, 0.1], ["generate", 0.15, 0.04]]}
+    made.trajectories.insert(0, side)
+    return made
 
 
 def agent_run(root: Path, prompts: int = 24, n: int = 4) -> Path:

@@ -11,7 +11,6 @@ from urllib.parse import unquote
 
 import msgspec
 import numpy as np
-import orjson
 from aiohttp import web
 
 from rollstream.buffer.command import opened
@@ -26,7 +25,7 @@ from rollstream.view import reader
 from rollstream.view.overview import compare, overview, tools
 from rollstream.view.sources import BufferSource, RunSource, Sources, TrainingSource, ViewSource
 from rollstream.view.tokens import encode_tokens
-from rollstream.web import Access, HTTPError, Request, Route, WebServer, render_json_error
+from rollstream.web import Access, HTTPError, Request, Route, WebServer, json_response, render_json_error
 
 GRACE_S: Final = 0.2
 """Answers that are being sent have so long when the server ends."""
@@ -73,7 +72,7 @@ class _Query(msgspec.Struct, kw_only=True):
     filter: str = ""
     sort: str = ""
     columns: str = ""
-    rows: str = ""
+    rows: Annotated[str, msgspec.Meta(pattern=r"^(\d{1,9}(,\d{1,9})*)?$")] = ""
     text: str = ""
     cause: str | None = None
     state: str | None = None
@@ -172,7 +171,7 @@ class ViewServer:
 
         def work(request: Request) -> web.Response:
             value = answer(request)
-            return value if isinstance(value, web.Response) else _response(_json(value), "application/json")
+            return value if isinstance(value, web.Response) else json_response(value, headers=_HEADERS)
 
         return partial(self._in_thread, work)
 
@@ -219,12 +218,7 @@ class ViewServer:
 
     def _texts(self, request: Request) -> dict[str, Any]:
         columns, query = self._run(request).columns(), request.arguments(_Query)
-        try:
-            rows = [row for row in map(int, query.names(query.rows)) if 0 <= row < columns.rows]
-        except ValueError:
-            raise HTTPError(
-                400, f"rows: numbers with commas between them, not {query.rows!r:.40}", where="rows"
-            ) from None
+        rows = [row for row in map(int, query.names(query.rows)) if row < columns.rows]
         chosen = np.array(rows[:_MOST_TEXTS], np.int64)
         return {"texts": dict(zip(chosen.tolist(), reader.texts(columns, chosen), strict=True))}
 
@@ -253,7 +247,7 @@ class ViewServer:
         found = reader.find_rollout(run.columns(), row)[row]
         if isinstance(found["extra"], dict):
             found["extra"] = {**run.streams_of(found), **found["extra"]}
-        return _response(encode_tokens(found, *run.token_text()), "application/octet-stream")
+        return _response(encode_tokens(found, *run.token_text), "application/octet-stream")
 
     def _compare(self, request: Request) -> dict[str, Any]:
         query = request.arguments(_Query)
@@ -268,7 +262,6 @@ class ViewServer:
         if query.outcome is not None:
             order = order[np.sign(columns["difference"][order]) == _SIGNS[query.outcome]]
         cells = _cells(columns, query.page(order))
-        cells["prompt_key"] = [key.decode("utf-8", "replace") for key in cells["prompt_key"]]
         first = np.array([int(a.rollout_rows(index)[0]) for index in cells["index_a"]], np.int64)
         rows = _records({**cells, "prompt": reader.prompts(a, first)})
         return {**comparison, "differs": differs, "total": len(order), "rows": rows}
@@ -334,25 +327,15 @@ class ViewServer:
             stats = await buffer.stats()
             leases = await buffer.leases() if hasattr(buffer, "leases") else []
             dropped = await buffer.groups(state="dropped", limit=_DROPPED)
-        groups = stats["store"]["groups"]
-        body = _json({"status": stats, "groups": groups, "leases": leases, "dropped": dropped})
-        return _response(body, "application/json")
+        return json_response({"status": stats, "leases": leases, "dropped": dropped}, headers=_HEADERS)
 
     async def _buffer_items(self, request: Request) -> web.Response:
         query = request.arguments(_Query)
         which = {} if query.state is None else {"state": query.state}
         async with self._open_buffer(request) as buffer:
-            total = (await buffer.stats())["store"]["items"] if query.state is None else None
             groups = await buffer.groups(**which, after=query.offset, limit=min(query.limit, 100))
             contents = [await buffer.group(group["id"]) for group in groups]
-        items = [
-            {"group": group["id"], "state": group["state"], **item}
-            for group, content in zip(groups, contents, strict=True)
-            for item in content["items"]
-        ]
-        after = groups[-1]["id"] if groups else None
-        body = _json({"total": total, "items": items, "groups": groups, "next": after})
-        return _response(body, "application/json")
+        return json_response({"groups": contents}, headers=_HEADERS)
 
 
 def _take_error(ended: "asyncio.Future[Any]") -> None:
@@ -393,7 +376,7 @@ def _sorted(columns: Mapping[str, Array], sort: str) -> Array:
     name = sort.partition(",")[0].strip()
     if (values := columns.get(name.removeprefix("-"))) is None:
         raise HTTPError(400, f"sort by {', '.join(columns)}, not {name!r}", where="sort")
-    down = name.startswith("-") and values.dtype.kind != "S"
+    down = name.startswith("-") and values.dtype.kind != "U"
     return np.argsort(-values if down else values, kind="stable")
 
 
@@ -412,13 +395,6 @@ def _whole(request: Request, name: str) -> int:
     return int(text)
 
 
-def _json(value: Any) -> bytes:
-    try:
-        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-    except TypeError:  # arguments of a tool are nested deeper than orjson goes
-        return msgspec.json.encode(value)
-
-
 def _response(body: bytes, kind: str) -> web.Response:
     return web.Response(body=body, headers={**_HEADERS, "content-type": kind})
 
@@ -431,7 +407,12 @@ def _refuse(request: web.BaseRequest, error: HTTPError) -> web.Response:
 
 def _event(name: str, data: Mapping[str, Any], id: str = "") -> bytes:
     """One event of a stream; JSON has no line breaks."""
-    return (f"id: {id}\n" if id else "").encode() + f"event: {name}\ndata: ".encode() + _json(data) + b"\n\n"
+    return (
+        (f"id: {id}\n" if id else "").encode()
+        + f"event: {name}\ndata: ".encode()
+        + msgspec.json.encode(data)
+        + b"\n\n"
+    )
 
 
 async def _stream(request: Request, events: AsyncIterator[bytes]) -> web.StreamResponse:

@@ -86,46 +86,42 @@ async def _serve(options: argparse.Namespace) -> None:
     from rollstream.errors import ConfigError
     from rollstream.stop_signals import stop_signals
     from rollstream.view.app import GRACE_S, ViewServer
+    from rollstream.view.html_file import export_html
     from rollstream.web import Access
 
     # What is freed goes back at once: arrays of a million rows would leave holes that nothing fills.
     pa.set_memory_pool(pa.system_memory_pool())
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 18)
+    if options.export is not None:
+        options.host, options.port, options.token = "127.0.0.1", 0, False
     signals = stop_signals(GRACE_S)
     # Whoever may reach this machine must not read what is on it.
     local = options.host in ("127.0.0.1", "localhost", "::1")
     token = None if local and not options.token else secrets.token_urlsafe(24)
     access = Access(token=token, allowed_hosts=frozenset(options.allow_host))
     ports = [DEFAULT_PORT, 0] if options.port is None else [options.port]
-    if options.export is not None:
-        from rollstream.view.html_file import export_html
-
-        server = ViewServer(options.places, Access(), options.solved_at, options.scores)
-        url = await server.start("127.0.0.1", 0)
-        try:
-            sys.stdout.write(f"{await export_html(url, options.export)}\n")
-        finally:
-            await server.stop()
-        return
+    server = ViewServer(options.places, access, options.solved_at, options.scores)
     for port in ports:
-        server = ViewServer(options.places, access, options.solved_at, options.scores)
         try:
             url = await server.start(options.host, port)
             break
         except ConfigError:
             if port == ports[-1]:
                 raise
-    for everywhere in ("//0.0.0.0:", "//[::]:"):
-        url = url.replace(everywhere, f"//{socket.gethostname()}:")
-    address = f"{url}/" if token is None else f"{url}/?token={token}"
-    ready = orjson.dumps({"url": address, "pid": os.getpid()}).decode()
-    sys.stdout.write(f"{ready if options.json else f'rollstream view at {address}  (Ctrl-C ends it)'}\n")
-    sys.stdout.flush()
-    if options.open and (token is not None or not webbrowser.open(address)):
-        # Others see the arguments of a browser that is started: a token must not be in them.
-        sys.stderr.write("no browser was started: open the address above\n")
     try:
+        if options.export is not None:
+            sys.stdout.write(f"{await export_html(url, options.export)}\n")
+            return
+        for everywhere in ("//0.0.0.0:", "//[::]:"):
+            url = url.replace(everywhere, f"//{socket.gethostname()}:")
+        address = f"{url}/" if token is None else f"{url}/?token={token}"
+        ready = orjson.dumps({"url": address, "pid": os.getpid()}).decode()
+        sys.stdout.write(f"{ready if options.json else f'rollstream view at {address}  (Ctrl-C ends it)'}\n")
+        sys.stdout.flush()
+        if options.open and (token is not None or not webbrowser.open(address)):
+            # Others see the arguments of a browser that is started: a token must not be in them.
+            sys.stderr.write("no browser was started: open the address above\n")
         await signals.requested.wait()
     finally:
         await server.stop()

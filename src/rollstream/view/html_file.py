@@ -122,16 +122,16 @@ def _page(packed: bytes) -> bytes:
         f"default-src 'none'; script-src data: {' '.join(hashes)}; style-src {own}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f'<meta http-equiv="content-security-policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">\n<title>rollstream view</title>',
-            f'<link rel="icon" href="data:,">\n<style>{style}</style>\n<script>{inline[0]}</script>',
-            f'<script type="importmap">{inline[1]}</script>',
-            f'<script type="text/plain" id="rollstream-file">{base64.b64encode(packed).decode()}</script>',
-            f'<script type="module">{inline[2]}</script>\n</head>',
-            '<body>\n<div id="app"></div>\n<noscript>The page needs JavaScript.</noscript>\n</body>\n</html>',
-        ]
-    ).encode()
+    parts = {
+        '<meta name="referrer" content="no-referrer">': '<meta http-equiv="content-security-policy" '
+        f'content="{policy}">',
+        '<link rel="stylesheet" href="vendor/uPlot.min.css">': "",
+        '<link rel="stylesheet" href="style.css">': f"<style>{style}</style>\n<script>{inline[0]}</script>",
+        '<script type="module" src="app.js"></script>': f'<script type="importmap">{inline[1]}</script>\n'
+        f'<script type="text/plain" id="rollstream-file">{base64.b64encode(packed).decode()}</script>\n'
+        f'<script type="module">{inline[2]}</script>',
+    }
+    page = files["index.html"]
+    for linked, inside in parts.items():
+        page = page.replace(linked, inside)
+    return page.encode()

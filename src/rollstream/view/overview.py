@@ -6,7 +6,7 @@ Every figure has a filter that finds its rows.
 import contextlib
 import math
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
@@ -16,6 +16,7 @@ import numpy as np
 
 from rollstream.evaluate.compare import pair_prompts
 from rollstream.evaluate.metrics import SOLVED_AT, SUMS_MAY_OVERFLOW, Estimate, mean_of_sums
+from rollstream.evaluate.samples import samples_of_run
 from rollstream.store.arrow import to_arrow
 from rollstream.store.columns import Array, RunColumns
 from rollstream.trajectory import Failure, failure_cause
@@ -51,13 +52,12 @@ def group_figures(rows: RunColumns, solved_at: float = SOLVED_AT) -> Groups:
         found: Array = function.reduceat(values, starts) if len(starts) else values[:0]
         return found
 
-    size, count = over(np.add, final), over(np.add, scored)
-    sums = over(np.add, np.where(scored, reward, 0.0))
-    low, high = (
-        over(np.minimum, np.where(scored, reward, np.inf)),
-        over(np.maximum, np.where(scored, reward, -np.inf)),
+    known = np.where(scored, reward, np.nan)
+    size, count, low, high = (
+        over(function, values)
+        for function, values in ((np.add, final), (np.add, scored), (np.fmin, known), (np.fmax, known))
     )
-    low, high = np.where(count > 0, low, np.nan), np.where(count > 0, high, np.nan)
+    sums = over(np.add, np.where(scored, reward, 0.0))
     return {
         "index": rows["index"][order[starts]],
         "first": order[starts].astype(np.int64),
@@ -65,11 +65,11 @@ def group_figures(rows: RunColumns, solved_at: float = SOLVED_AT) -> Groups:
         "scored": count,
         "solved": over(np.add, scored & (reward >= solved_at)),
         "total": sums,
-        "mean": np.where(count > 0, sums / np.maximum(count, 1), np.nan),
+        "mean": sums / count,
         "min": low,
         "max": high,
         "spread": np.where(count > 1, high - low, np.nan),
-        "mean_tokens": over(np.add, np.where(final, rows["tokens"][order], 0)) / np.maximum(size, 1),
+        "mean_tokens": over(np.add, np.where(final, rows["tokens"][order], 0)) / size,
         "truncated": over(np.add, final & rows.equals("finish_reason", "length")[order]),
     }
 
@@ -97,40 +97,29 @@ def compare(a: RunColumns, b: RunColumns) -> tuple[dict[str, Any], dict[str, Arr
 
     Prompts are the same when their keys are. `difference` is b's mean reward less a's; `interval` is its.
     """
-    (keys_a, index_a, means_a), (keys_b, index_b, means_b) = _by_prompt(a), _by_prompt(b)
-    comparison, pairs = pair_prompts(keys_a, means_a, keys_b, means_b)
-    change = comparison.difference
+    (keys, means), (others, theirs) = ((one.keys, one.prompt_means()) for one in map(samples_of_run, (a, b)))
+    comparison, pairs = pair_prompts(keys, means, others, theirs)
+    change, shared = comparison.difference, [key.decode() for key in keys[pairs.at_a].tolist()]
     columns = {
-        "prompt_key": keys_a[pairs.at_a],
-        "index_a": index_a[pairs.at_a],
-        "index_b": index_b[pairs.at_b],
-        "mean_a": means_a[pairs.at_a],
-        "mean_b": means_b[pairs.at_b],
+        "prompt_key": np.array(shared),
+        "index_a": np.array(a.prompts(shared)),
+        "index_b": np.array(b.prompts(shared)),
+        "mean_a": means[pairs.at_a],
+        "mean_b": theirs[pairs.at_b],
         "difference": pairs.difference,
     }
     mean = None if change is None else change.mean
     return {**asdict(comparison), "difference": mean, "interval": _interval(change)}, columns
 
 
-def _by_prompt(run: RunColumns) -> tuple[Array, Array, Array]:
-    """Prompt keys, the first index and the mean reward of each; a dataset may have a prompt several times."""
-    groups = group_figures(run)
-    of_groups = run.prompt_keys(groups["first"])
-    keys, first, which = np.unique(of_groups, return_index=True, return_inverse=True)
-    sums, counts = (np.bincount(which, groups[name], len(keys)) for name in ("total", "scored"))
-    return keys, groups["index"][first], np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-
-
 def overview(rows: RunColumns, groups: Groups, solved_at: float) -> dict[str, Any]:
     """What `GET /api/runs/ID` has beside what the list of runs says."""
     final, reward = ~rows["is_snapshot"], rows["reward"]
     index, scored, solved = (groups[name] for name in ("index", "scored", "solved"))
-    whole = bool(final.all())
-    timeline, throughput = _timeline(rows, final)
     drawn = np.unique(np.linspace(0, len(index) - 1, _STRIP).astype(int)) if len(index) else np.zeros(0, int)
     return {
         "solved_at": solved_at,
-        "base_filter": "" if whole else "is_snapshot = false",
+        "base_filter": "" if final.all() else "is_snapshot = false",
         "columns": rows.columns(),
         "histograms": {
             "reward": _histogram(rows, reward, final & np.isfinite(reward)),
@@ -146,7 +135,6 @@ def overview(rows: RunColumns, groups: Groups, solved_at: float) -> dict[str, An
             "total": len(index),
         },
         "solve_strip": np.stack([index, solved, scored, groups["size"]], 1)[drawn].tolist(),
-        "strip_of": len(index),
         "finish_reasons": {name: count for _, name, count, _ in _by_text(rows, "finish_reason", final)},
         "sources": {
             name: {"count": count, "reward_mean": mean}
@@ -155,8 +143,7 @@ def overview(rows: RunColumns, groups: Groups, solved_at: float) -> dict[str, An
         "failures": _failures(rows),
         "tool_calls": int(np.nansum(rows["tool_calls"], dtype=np.float64)),
         "time": {name: _mean(rows[name][final]) for name in ("queue_s", "generate_s", "tool_s", "reward_s")},
-        "timeline": timeline,
-        "throughput": throughput,
+        "timeline": _timeline(rows, final),
         "damage": rows.damage[:100],
     }
 
@@ -220,18 +207,16 @@ def _histogram(rows: RunColumns, values: Array, which: Array) -> dict[str, Any] 
     bounds = edges(float(chosen.min()), float(chosen.max()), whole=values.dtype.kind == "i")
     width, codes = len(bounds) - 1, rows["data_source"][which]
     bins = np.clip(np.searchsorted(bounds, chosen, side="right") - 1, 0, width - 1)
-    sources = _by_text(rows, "data_source", which)[:_NAMED]
-    place = np.full(len(rows.texts("data_source")), len(sources))  # all others together
-    place[[code for code, *_ in sources]] = np.arange(len(sources))
-    size = (len(sources) + 1) * width
-    counts = np.bincount(place[codes] * width + bins, minlength=size).reshape(-1, width)
-    cut = rows.equals("finish_reason", "length")[which]
-    named = {text: counts[at].tolist() for at, (_, text, *_) in enumerate(sources)}
+
+    def count(some: Array) -> list[int]:
+        return np.bincount(bins[some], minlength=width).tolist()  # type: ignore[no-any-return]
+
+    named = {text: count(codes == code) for code, text, *_ in _by_text(rows, "data_source", which)[:_NAMED]}
     return {
         "edges": bounds.tolist(),
-        "counts": counts.sum(0).tolist(),
-        "truncated": np.bincount(bins[cut], minlength=width).tolist(),
-        "by_source": named if len(sources) > 1 else None,
+        "counts": count(np.ones(len(bins), bool)),
+        "truncated": count(rows.equals("finish_reason", "length")[which]),
+        "by_source": named if len(named) > 1 else None,
     }
 
 
@@ -250,32 +235,23 @@ def _by_text(rows: RunColumns, name: str, which: Array) -> list[tuple[int, str, 
 
 
 def _failures(rows: RunColumns) -> list[dict[str, Any]]:
-    """Failures by cause, the most frequent first, with the first of each."""
-    failures = rows.failures()
-    causes = [(failure_cause(one.error), one.stage) for one in failures]
-    first: dict[tuple[str, str], Failure] = {}
-    for cause, one in zip(causes, failures, strict=True):
-        if cause not in first or (one.traceback and not first[cause].traceback):
-            first[cause] = one
+    """Failures by cause, the most frequent first, with the first of each whose traceback is known."""
+    by_cause = defaultdict[str, list[Failure]](list)
+    for failure in rows.failures():
+        by_cause[failure_cause(failure.error)].append(failure)
+    order = sorted(by_cause.items(), key=lambda item: -len(item[1]))[:_CAUSES]
     return [
-        {
-            "cause": cause[0],
-            "stage": cause[1],
-            "count": count,
-            "example": {
-                name: getattr(first[cause], name) for name in ("index", "repeat", "error", "traceback")
-            },
-        }
-        for cause, count in Counter(causes).most_common(_CAUSES)
+        {"cause": cause, "count": len(some), "example": max(some, key=lambda one: bool(one.traceback))}
+        for cause, some in order
     ]
 
 
-def _timeline(rows: RunColumns, final: Array) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+def _timeline(rows: RunColumns, final: Array) -> dict[str, Any] | None:
     """What was in flight and what was finished, over time; None where files do not say when (older ones)."""
     known = final & np.isfinite(rows["finished_at"])
     ends = rows["finished_at"][known]
     if not len(ends):
-        return None, None
+        return None
     begins = ends - np.maximum(np.nan_to_num(rows["total_s"][known]), 0)
     start = float(begins.min())
     step = max((float(ends.max()) - start) / _STEPS, 1e-3)
@@ -286,9 +262,5 @@ def _timeline(rows: RunColumns, final: Array) -> tuple[dict[str, Any] | None, di
 
     finished, tokens = count(ends), count(ends, rows["sampled"][known])
     in_flight = np.cumsum(count(begins)) - np.cumsum(finished) + finished
-    active = float((in_flight > 0).sum()) * step
     curves = {"in_flight": in_flight, "finished": finished, "tokens": tokens}
-    return (
-        {"start": start, "step_s": step, **{name: values.tolist() for name, values in curves.items()}},
-        {"rollouts_per_s": len(ends) / active, "tokens_per_s": float(tokens.sum()) / active},
-    )
+    return {"start": start, "step_s": step, **{name: values.tolist() for name, values in curves.items()}}

@@ -1,10 +1,8 @@
 """One trajectory or one group of a run, as the page shows it; and a search in all messages."""
 
-import math
 import re
-import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +13,7 @@ from rollstream.errors import NotFoundError
 from rollstream.store.arrow import column_values
 from rollstream.store.columns import Array, RunColumns
 from rollstream.store.export.files import JSON_COLUMNS
-from rollstream.trajectory import STREAMS
+from rollstream.trajectory import CALL_TIMES, STREAMS, is_side_call
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
@@ -25,14 +23,15 @@ _LISTS: Final = ("prompt_ids", "response_ids", "response_mask", "response_logpro
 _SHOWN: Final = (
     *("index", "repeat", "prompt_key", "data_source", "ground_truth", "finish_reason", "reward_extra"),
     *("attempts", "num_turns", "is_snapshot", "extra", "prompt_tokens", "response_tokens", "finished_at"),
+    *("reward", "metrics"),
 )
+_OF_ROLLOUT: Final = ("repeat", "reward", "finish_reason", "response_tokens", "num_turns")
 _ROOM: Final = 1 << 25
 """Characters of JSON in an answer; cells beyond it are cut. A thousand pages of text are a tenth of it."""
 _CUT: Final = 10_000
 _SHOWN_TEXT: Final = 200
 """Characters of a text in a list."""
 _MOST_HITS: Final = 1000
-_EVERY_S: Final = 0.2
 _AROUND: Final = 80
 """Characters before and after a match."""
 
@@ -71,11 +70,6 @@ def as_messages(found: Any) -> Messages:
     return [one if isinstance(one, dict) else {"role": "damaged", "content": str(one)} for one in parts]
 
 
-def number(value: Any) -> float | None:
-    """A number that JSON can say."""
-    return float(value) if value is not None and math.isfinite(value) else None
-
-
 def find_rollout(columns: RunColumns, row: int) -> dict[int, Row]:
     """The trajectories of a row's rollout, by row, that row among them. Raises `NotFoundError`."""
     if not 0 <= row < columns.rows:
@@ -90,10 +84,8 @@ def find_rollout(columns: RunColumns, row: int) -> dict[int, Row]:
 def trajectory(columns: RunColumns, row: int) -> Row:
     """A trajectory for the page, without its tokens. Raises `NotFoundError`."""
     rollout = find_rollout(columns, row)
-    mine, messages = rollout[row], as_messages(rollout[row]["messages"])
-    before = [
-        as_messages(one["messages"]) for one in takewhile(lambda one: one is not mine, rollout.values())
-    ]
+    siblings, mine, messages = [*rollout], rollout[row], as_messages(rollout[row]["messages"])
+    extras = {at: one["extra"] for at, one in rollout.items() if isinstance(one["extra"], dict)}
     notes = []
     if not len(mine["prompt_ids"]):
         notes.append("text only: a hosted model gives no token ids")
@@ -101,32 +93,38 @@ def trajectory(columns: RunColumns, row: int) -> Row:
         notes.append("token ids are the local tokenizer's, not those that were sampled")
     if isinstance(mine["reward_extra"], dict) and "error" in mine["reward_extra"]:
         notes.append("the reward function failed on it")
+    side_calls = [other for other, extra in extras.items() if is_side_call(extra)]
+    before = [other for other in siblings[: siblings.index(row)] if {row, other}.isdisjoint(side_calls)]
     order, _ = columns.groups()
     at = int(np.flatnonzero(order == row)[0])
     return {
         "row": row,
         "number": mine["trajectory"],
         "of": len(rollout),
-        "siblings": list(rollout),
+        "siblings": siblings,
         **{name: mine[name] for name in _SHOWN},
         "reward_extra": _without(mine["reward_extra"], "tokens"),
-        "extra": _without(mine["extra"], STREAMS),
+        "extra": _without(mine["extra"], STREAMS, CALL_TIMES),
+        "side_calls": side_calls,
+        "call_times": {
+            other: times
+            for other, extra in extras.items()
+            if isinstance(times := extra.get(CALL_TIMES), list)
+        },
         "messages": messages,
-        "reward": number(mine["reward"]),
-        "metrics": {name: number(value) for name, value in mine["metrics"].items()},
         "policy_versions": mine["policy_versions"].as_py(),
         "previous_row": int(order[at - 1]) if at else None,
         "next_row": int(order[at + 1]) if at + 1 < len(order) else None,
-        "removed": _removed(before[-1], messages) if before else [],
+        "removed": _removed(as_messages(rollout[before[-1]]["messages"]), messages) if before else [],
         "notes": notes,
     }
 
 
-def _without(values: Any, name: str) -> Any:
-    """What there is, without the numbers for each token under a name: these colour the tokens."""
+def _without(values: Any, *names: str) -> Any:
+    """What there is, without the lists of numbers that the page draws."""
     if not isinstance(values, dict):
         return values
-    return {key: one for key, one in values.items() if key != name or not isinstance(one, list | dict)}
+    return {key: one for key, one in values.items() if key not in names or not isinstance(one, list | dict)}
 
 
 def _removed(before: Messages, after: Messages) -> Messages:
@@ -142,41 +140,38 @@ def _removed(before: Messages, after: Messages) -> Messages:
 
 def group(columns: RunColumns, index: int) -> Row:
     """The rollouts of a prompt side by side. Raises `NotFoundError`."""
-    rows = columns.rollout_rows(index)
-    failed = [one for one in columns.failures() if one.index == index]
-    if not len(rows) and not failed:
+    by_repeat, failed = defaultdict[int, dict[int, Row]](dict), list[Row]()
+    for row, one in read_rows(columns, columns.rollout_rows(index)).items():
+        by_repeat[one["repeat"]][row] = one
+    for failure in columns.failures():
+        if failure.index == index:
+            failed.append({"repeat": failure.repeat, "failed": failure})
+    if not by_repeat and not failed:
         raise NotFoundError(f"there is no finished rollout of prompt row {index}")
-    by_repeat: dict[int, dict[int, Row]] = {}
-    for row, one in read_rows(columns, rows).items():
-        by_repeat.setdefault(one["repeat"], {})[row] = one
     finals = [[*found.values()][-1] for found in by_repeat.values()]
-    any_one: Row = finals[0] if finals else {}
-    shared = _prompt_length(as_messages(any_one["messages"])) if finals else 0
+    any_one: Row = finals[0] if finals else {"messages": []}
+    messages = as_messages(any_one["messages"])
+    shared = _prompt_length(messages)
     rollouts: list[Row] = [
         {
-            **{name: one[name] for name in ("repeat", "finish_reason")},
+            **{name: one[name] for name in _OF_ROLLOUT},
             "reward_extra": _without(one["reward_extra"], "tokens"),
-            **{"row": [*found][-1], "trajectories": [*found], "reward": number(one["reward"])},
-            **{"tokens": one["response_tokens"], "turns": one["num_turns"], "failed": None},
+            "row": [*found][-1],
+            "trajectories": [*found],
             "messages": as_messages(one["messages"])[shared:],
         }
         for one, found in zip(finals, by_repeat.values(), strict=True)
     ]
-    empty = dict.fromkeys(("row", "reward", "finish_reason", "tokens", "turns"))
-    for record in failed:
-        said = {name: getattr(record, name) for name in ("stage", "error", "traceback", "attempts")}
-        nothing: Row = {**empty, "trajectories": [], "reward_extra": {}, "messages": []}
-        rollouts.append({**nothing, "repeat": record.repeat, "failed": said})
     order, starts = columns.groups()
     indices = columns["index"][order[starts]]
     before, after = indices[indices < index], indices[indices > index]
     return {
         "index": index,
         **{name: any_one.get(name) for name in ("prompt_key", "data_source", "ground_truth")},
-        "prompt": as_messages(any_one["messages"])[:shared] if finals else [],
+        "prompt": messages[:shared],
         "previous": int(before[-1]) if len(before) else None,
         "next": int(after[0]) if len(after) else None,
-        "rollouts": sorted(rollouts, key=lambda one: int(one["repeat"])),
+        "rollouts": sorted(rollouts + failed, key=lambda one: int(one["repeat"])),
     }
 
 
@@ -240,7 +235,6 @@ def _call_text(call: Any) -> Any:
 def search(columns: RunColumns, text: str, rows: Array) -> Iterator[list[Event]]:
     """Looks for a text in the messages of some rows, whatever the case. Each step is short; close it to stop."""
     progress = {"scanned": 0, "total": len(rows), "hits": 0}
-    last = 0.0
     # What JSON writes as it is, however deep: a message that does not hold it cannot hold the text.
     pattern = max(re.split(r"[\"\\\x00-\x1f]", text), key=len)
     for numbers, table in columns.read(rows, ["messages"]):
@@ -254,10 +248,7 @@ def search(columns: RunColumns, text: str, rows: Array) -> Iterator[list[Event]]
                 row = np.array([numbers[at]])
                 cells = {name: columns.values(name, row)[0] for name in ("index", "repeat", "reward")}
                 events.append(("hit", {"row": int(row[0]), **cells, **hit}))
-        if (now := time.monotonic()) - last >= _EVERY_S:
-            last = now
-            events.append(("progress", {**progress}))
-        yield events
+        yield [*events, ("progress", progress)]
         if progress["hits"] >= _MOST_HITS:
             break
     yield [("progress", progress), ("done", {**progress, "cut": progress["hits"] >= _MOST_HITS})]

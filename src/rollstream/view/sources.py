@@ -3,6 +3,7 @@
 import calendar
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, TypeVar
@@ -61,19 +63,20 @@ S = TypeVar("S", bound="ViewSource")
 
 
 class ViewSource:
-    """One thing that can be opened; `id` is the same for the same path."""
+    """One thing that can be opened; `id` is the same for the same path. `error`: why it cannot be."""
 
-    kind = "source"
+    kind = "run"
 
-    def __init__(self, name: str, path: str) -> None:
-        self.name, self.path = name, path
+    def __init__(self, name: str, path: str, error: str | None = None) -> None:
+        self.name, self.path, self.error = name, path, error
         digest = hashlib.blake2b(path.encode("utf-8", "replace"), digest_size=4).hexdigest()
         self.id = f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')[:40] or 'source'}-{digest}"
 
     def describe(self) -> dict[str, Any]:
         """Its line in the list of sources."""
         name, path = (text.encode("utf-8", "replace").decode() for text in (self.name, self.path))
-        return dict.fromkeys(_DESCRIBED) | {"id": self.id, "kind": self.kind, "name": name, "path": path}
+        line = dict.fromkeys(_DESCRIBED) | {"id": self.id, "kind": self.kind, "name": name, "path": path}
+        return line if self.error is None else line | {"state": "damaged", "error": self.error}
 
 
 class BufferSource(ViewSource):
@@ -84,19 +87,6 @@ class BufferSource(ViewSource):
     def __init__(self, name: str, path: str, address: str = "") -> None:
         super().__init__(name, path)
         self.address = address or path
-
-
-class DamagedSource(ViewSource):
-    """A run whose `run.json` cannot be read."""
-
-    kind = "run"
-
-    def __init__(self, name: str, path: str, error: str) -> None:
-        super().__init__(name, path)
-        self.error = error
-
-    def describe(self) -> dict[str, Any]:
-        return super().describe() | {"state": "damaged", "error": self.error}
 
 
 class _TrainedBatch(msgspec.Struct):
@@ -163,7 +153,6 @@ class RunSource(ViewSource):
         self._lock = threading.Lock()
         self._looked = self._asked = 0.0
         self._running = False
-        self._text: tuple[TokenText | None, str] | None = None
 
     @property
     def rows(self) -> int:
@@ -209,14 +198,13 @@ class RunSource(ViewSource):
             known = self._groups = (columns, group_figures(columns, self._solved_at))
         return known[1]
 
+    @cached_property
     def token_text(self) -> tuple[TokenText | None, str]:
         """The text of its tokens, or why it cannot be had."""
-        if self._text is None:
-            try:
-                self._text = (read_token_text(_root(self._parts[0])), "")
-            except ConfigError as error:
-                self._text = (None, str(error))
-        return self._text
+        try:
+            return read_token_text(_root(self._parts[0])), ""
+        except ConfigError as error:
+            return None, str(error)
 
     def streams_of(self, row: Row) -> dict[str, list[float]]:
         """The values of a trajectory's streams, as columns of `tokens` are called."""
@@ -326,7 +314,7 @@ class Sources:
         source = self._known.get(id)
         if not isinstance(source, RunSource) or not source.rows:
             source = next((other for other in self.all() if other.id == id), None)
-        if isinstance(source, DamagedSource):
+        if source is not None and source.error is not None:
             raise RunDirectoryError(source.error)
         if not isinstance(source, kind):
             raise NotFoundError(f"there is no {kind.kind} {id!r}")
@@ -354,7 +342,10 @@ class Sources:
         prompt: `runs`.
         """
         runs = [source for source in self._known.values() if isinstance(source, RunSource)]
-        stores = [run for run in runs if _is_store(Path(run.path), Path(training.path))]
+        folder = Path(training.path)  # its store is a run in it
+        stores = [
+            run for run in runs if (path := Path(run.path)).parent == folder and (path / "training").is_dir()
+        ]
         for group in groups:
             if isinstance(position := group.get("position"), int) and stores:
                 group["runs"] = [{"id": run.id, "name": run.name, "index": position} for run in stores]
@@ -383,7 +374,7 @@ class Sources:
                     yield from self._at(path, name, shards)
                 except (RunDirectoryError, OSError) as error:  # the others are listed
                     if os.access(path / "run.json", os.F_OK):
-                        yield DamagedSource(name, str(path), str(error))
+                        yield ViewSource(name, str(path), str(error))
         for parts in shards.values():
             more = f" and {len(parts) - 1} more shards" if len(parts) > 1 else ""
             yield RunSource(f"{_root(parts[0]).name}{more}", parts, self._solved_at)
@@ -401,11 +392,6 @@ class Sources:
             yield BufferSource(name, str(path))
         if training_log(path) is not None or (path / GROUPS_FILE).is_file():
             yield TrainingSource(name, str(path))
-
-
-def _is_store(run: Path, training: Path) -> bool:
-    """Whether a run directory is the store of a training's rollouts, by its place in the trainer's folder."""
-    return run.parent == training and (run / "training").is_dir()
 
 
 def _root(part: Run | Path) -> Path:
@@ -426,23 +412,15 @@ def _is_url(place: str) -> bool:
 
 def _folders(top: Path) -> Iterator[Path]:
     """A folder and those below it, not into runs, buffers and checkpoints."""
-    waiting = [(top, 0)]
-    for _ in range(_MOST_FOLDERS):
-        if not waiting:
-            return
-        path, depth = waiting.pop(0)
-        yield path
-        try:
-            if depth < _DEEPEST and not any((path / name).exists() for name in ("run.json", DATABASE)):
-                below = sorted(one for one in path.iterdir() if one.is_dir() and not one.name.startswith("."))
-                waiting += [(one, depth + 1) for one in below if not _step(one)]
-        except OSError:
-            continue
+    for path, below, files in itertools.islice(os.walk(top, followlinks=True), _MOST_FOLDERS):
+        yield Path(path)
+        is_end = len(Path(path).relative_to(top).parts) >= _DEEPEST or {"run.json", DATABASE} & {*files}
+        below[:] = [] if is_end else sorted(one for one in below if not (one.startswith(".") or _step(one)))
 
 
-def _step(folder: Path) -> int:
-    """The step of a trainer's checkpoint; 0 for another folder."""
-    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+def _step(folder: str) -> int:
+    """The step of a trainer's checkpoint, by its name; 0 for another folder."""
+    match = re.fullmatch(r"checkpoint-(\d+)", folder)
     return int(match[1]) if match else 0
 
 
@@ -451,4 +429,4 @@ def training_log(folder: Path) -> Path | None:
     if (folder / TRAINING_FILE).is_file():
         return folder / TRAINING_FILE
     found = folder.glob(f"checkpoint-*/{TRAINING_FILE}")
-    return max(found, key=lambda path: _step(path.parent), default=None)
+    return max(found, key=lambda path: _step(path.parent.name), default=None)

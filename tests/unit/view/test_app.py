@@ -27,6 +27,7 @@ from tests.support.view_runs import (
     hostile_run,
     large_run,
     rollout,
+    session_rollout,
     write_run,
     writing,
 )
@@ -228,6 +229,26 @@ async def test_a_trajectory_and_what_its_snapshot_still_had(folder: Path) -> Non
         assert third["reward_extra"]["correct"] == third["reward"]
         for wrong in ("99999", "-1", "x", "9" * 30):
             await one.get(f"{run}/trajectories/{wrong}", status=404)
+
+
+async def test_when_calls_ran_and_which_of_them_stood_beside(tmp_path: Path) -> None:
+    made = session_rollout(0, 0)
+    await asyncio.to_thread(write_run, tmp_path / "run", [made, rollout(0, 1)], prompts=1)
+    async with page(tmp_path) as one:
+        run = await one.run("run")
+        side, final, older = [await one.get(f"{run}/trajectories/{row}") for row in range(3)]
+    assert (
+        side["call_times"]
+        == final["call_times"]
+        == {
+            "0": [["generate", 0.0, 0.02]],
+            "1": [["generate", 0.0, 0.1], ["generate", 0.15, 0.04]],
+        }
+    )
+    assert side["side_calls"] == final["side_calls"] == [0]
+    assert side["removed"] == final["removed"] == []
+    assert side["extra"] == {"gateway": {"side_call": True}} and final["extra"] == {}
+    assert (older["call_times"], older["side_calls"]) == ({}, [])
 
 
 async def test_tokens_are_binary(folder: Path) -> None:
@@ -492,10 +513,10 @@ async def test_a_buffer_by_its_folder_and_its_address(tmp_path: Path) -> None:
             async with aiohttp.ClientSession() as session:
                 one = Page(await viewer.start("127.0.0.1", 0), session)
                 id = (await one.get("/api/sources"))["sources"][0]["id"]
-                assert (await one.get(f"/api/buffers/{id}"))["groups"]["open"] == 1
-                items = await one.get(f"/api/buffers/{id}/items")
-                assert [item["messages"] for item in items["items"]] == [[message]]
-                assert (await one.get(f"/api/buffers/{id}/items", state="ready"))["items"] == []
+                assert (await one.get(f"/api/buffers/{id}"))["status"]["store"]["groups"]["open"] == 1
+                [group] = (await one.get(f"/api/buffers/{id}/items"))["groups"]
+                assert [item["messages"] for item in group["items"]] == [[message]]
+                assert (await one.get(f"/api/buffers/{id}/items", state="ready"))["groups"] == []
             await viewer.stop()
     finally:
         await server.stop(0.1)
@@ -514,7 +535,7 @@ for run in Sources([{str(folder)!r}]).all():
     overview.tools(columns)
     rows = Filter("reward >= 0 and data_source ~ a and finish_reason < z", columns).rows(columns).nonzero()[0]
     rows = sort_rows(columns, rows, ["-tokens", "data_source"])
-    tokens.encode_tokens(reader.find_rollout(columns, 0)[0], *run.token_text())
+    tokens.encode_tokens(reader.find_rollout(columns, 0)[0], *run.token_text)
     list(reader.search(columns, "a", rows))
 print(sorted({{"torch", "transformers", "pandas", "ray", "datasets"}} & set(sys.modules)))
 """

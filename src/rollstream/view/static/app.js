@@ -8,7 +8,7 @@ import { Rows } from "./rows.js";
 import { Groups, Group } from "./groups.js";
 import { Trajectory } from "./trajectory.js";
 import { Compare, ComparePrompt } from "./compare.js";
-import { Training, Buffer } from "./training.js";
+import { Training, Trainings, Buffer } from "./training.js";
 import { exported, readFile } from "./file.js";
 
 const THEMES = ["", "light", "dark"];
@@ -62,6 +62,7 @@ function View({ path, query, theme }) {
       : html`<${Compare} a=${id} b=${part} query=${query} key=${`${id} ${part}`} />`;
   }
   if (kind === "training" && id) return html`<${Training} id=${id} query=${query} theme=${theme} key=${id} />`;
+  if (kind === "trainings" && id) return html`<${Trainings} ids=${path.slice(1)} key=${path.join("/")} />`;
   if (kind === "buffer" && id) return html`<${Buffer} id=${id} query=${query} key=${id} />`;
   return html`<p class="problem">There is no such view. <a href=${to([])}>All sources</a></p>`;
 }

@@ -72,7 +72,7 @@ export function Curves({ x, series, title, time = false, height = 180, onPick, s
   const box = useRef(null);
   const theme = document.documentElement.dataset.theme || "";
   const since = time && x.at(-1) - x[0] < SHORT_S;
-  const moment = since ? (unix) => (unix === null ? "–" : seconds(unix - x[0])) : clock;
+  const moment = since ? (after) => (after === null ? "–" : seconds(after)) : clock;
   useEffect(() => {
     let plot = null, gone = false;
     const watch = new ResizeObserver(([it]) => plot?.setSize({ width: Math.floor(it.contentRect.width), height }));
@@ -84,7 +84,7 @@ export function Curves({ x, series, title, time = false, height = 180, onPick, s
         ticks: { stroke: colour("--line") }, font: "11px system-ui" };
       plot = new UPlot({
         width: Math.max(200, Math.floor(box.current.clientWidth)), height, cursor: sync ? { sync: { key: sync } } : {},
-        scales: { x: { time } },
+        scales: { x: { time: time && !since } },
         axes: [{ ...axis, size: 32, ...(time && { values: (_, ticks) => ticks.map(moment) }) }, { ...axis, size: 70 }],
         legend: { live: true },
         series: [{ label: time ? "time" : "step", ...(time && { value: (_, it) => moment(it) }) },
@@ -92,7 +92,7 @@ export function Curves({ x, series, title, time = false, height = 180, onPick, s
           label: it.label, stroke: colour(`--curve${at % 5}`), width: 1.5, dash: DASHES[at % 5], spanGaps: true,
           points: { show: x.length < 60, size: 4 },
           value: (_, value) => figure(value) }))],
-      }, [x, ...series.map((it) => it.values)], box.current);
+      }, [since ? x.map((at) => at - x[0]) : x, ...series.map((it) => it.values)], box.current);
       watch.observe(box.current);
       if (onPick) plot.over.addEventListener("click", () => { if (plot.cursor.idx !== null) onPick(plot.cursor.idx); });
     }).catch((error) => { if (box.current) box.current.textContent = error.message; });

@@ -87,7 +87,7 @@ const LISTS = {
   texts: ({ rows }) => ({ texts: Object.fromEntries(rows.split(",").map((row) => [row, file.texts[row]])) }),
   failures({ cause, offset, limit }) {
     const { failures } = file[`/api/runs/${file.run}/failures`];
-    const found = failures.filter((it) => !cause || it.error.split(":")[0] === cause);
+    const found = failures.filter((it) => !cause || it.error.split("\n")[0].trim().replace(/\d+/g, "N").slice(0, 200) === cause);
     return { total: found.length, failures: found.slice(offset, offset + limit) };
   },
 };

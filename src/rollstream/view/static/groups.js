@@ -101,7 +101,7 @@ export function Columns({ id, group, sorted = false }) {
         <b>${it.repeat}</b></a>` : html`<b>${it.repeat}</b>`}
       <span class="reward">reward <b>${figure(it.reward)}</b></span><${RewardBar} reward=${it.reward ?? null}
         low=${low} high=${high} />
-      <div class="muted">${count(it.tokens)} tokens · ${count(it.turns)} turns · <span
+      <div class="muted">${count(it.response_tokens)} tokens · ${count(it.num_turns)} turns · <span
         class=${it.finish_reason === "length" ? "warn" : ""}>${
         visible(it.finish_reason || "")}</span>${it.trajectories?.length > 1
           && html` · ${it.trajectories.map((row, n) => html` <a key=${row}

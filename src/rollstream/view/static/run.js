@@ -106,8 +106,8 @@ function SolveStrip({ id, data }) {
       ${Number.isFinite(data.solved_at) && html`<span class="muted">reward ≥ ${figure(data.solved_at)}</span>`}
       <label><input type="checkbox" checked=${bySolved}
         onChange=${() => setBySolved(!bySolved)} /> in order of solve rate</label>
-      ${data.strip_of > strip.length
-        && html`<span class="muted">${count(strip.length)} of ${count(data.strip_of)}, evenly picked</span>`}</div>
+      ${groups.total > strip.length
+        && html`<span class="muted">${count(strip.length)} of ${count(groups.total)}, evenly picked</span>`}</div>
     <${Shares} label="groups" parts=${[
       { label: "all wrong", count: groups.all_wrong, tone: "wrong", href: list({ sort: "solved" }) },
       { label: "mixed", count: groups.mixed, tone: "mixed2", href: list({ sort: "-spread" }) },
@@ -125,7 +125,7 @@ function SolveStrip({ id, data }) {
 function Failure({ id, failure }) {
   const example = failure.example || {};
   return html`<details class="failure"><summary><a href=${to(["run", id, "failures"], { cause: failure.cause })}><b>${
-      count(failure.count)}</b> ${visible(failure.cause)}</a>${" "}<span class="muted">${visible(failure.stage
+      count(failure.count)}</b> ${visible(failure.cause)}</a>${" "}<span class="muted">${visible(example.stage
         || "")}</span></summary>
     <p>For example <a href=${to(["run", id, "group",
       String(example.index)])}>prompt ${example.index}, repeat ${example.repeat}</a>:
@@ -206,6 +206,8 @@ export function Run({ id, query }) {
   const time = run.time || {};
   const line = run.timeline;
   const steps = line ? line.finished.map((_, at) => line.start + at * line.step_s) : [];
+  const active = line?.in_flight.filter((n) => n > 0).length * line?.step_s;
+  const rate = (values) => values && values.reduce((sum, n) => sum + n, 0) / active;
   const finished = (at) => go(rows({ filter: between("finished_at", steps[at], steps[at] + line.step_s, false) }));
   const fact = (title, body, href) => html`<div><dt>${title}</dt><dd>${href ? html`<a href=${href}>${body}</a>`
     : body}</dd></div>`;
@@ -230,14 +232,14 @@ export function Run({ id, query }) {
       ${run.scores && fact("scored anew", visible(run.scores))}
       ${fact(run.base_filter ? "sampled tokens, snapshots' too" : "sampled tokens", short(run.tokens),
         sorted("sampled"))}
-      ${fact("rollouts/s", figure(run.throughput?.rollouts_per_s ?? null), withQuery({ at: "timeline" }))}
-      ${fact("tokens/s", figure(run.throughput?.tokens_per_s ?? null), withQuery({ at: "timeline" }))}
+      ${fact("rollouts/s", figure(rate(line?.finished)), withQuery({ at: "timeline" }))}
+      ${fact("tokens/s", figure(rate(line?.tokens)), withQuery({ at: "timeline" }))}
       ${run.logprobs && fact("log-probs", visible(run.logprobs))}
       ${fact("started", moment(run.started))}
     </dl>
-    <div class="panels">
+    <div class="panels fill-rows">
       ${(run.failures || []).length > 0 && html`<div class="panel wide failed" id="failures"><h2>Failures by cause</h2>${
-        run.failures.map((failure) => html`<${Failure} key=${`${failure.cause} ${failure.stage}`} id=${id}
+        run.failures.map((failure) => html`<${Failure} key=${failure.cause} id=${id}
           failure=${failure} />`)}</div>`}
       <${SolveStrip} id=${id} data=${run} />
       <${Samples} id=${id} again=${again} base=${run.base_filter} />

@@ -7,6 +7,7 @@ import { visible } from "./text.js";
 export const home = (source) => to([{ training: "training", buffer: "buffer" }[source.kind] || "run", source.id]);
 
 const isRun = (source) => source.kind === "run" || source.kind === "parquet";
+const comparable = (source) => isRun(source) || source.kind === "training";
 const share = (source) => (source.total ? source.done / source.total : null);
 const COLUMNS = [
   ["name", (source) => source.name], ["state", (source) => source.state], ["mean reward", (source) => source.reward_mean, 1],
@@ -24,7 +25,7 @@ function listed(sources, words, { column, down }) {
   const found = sources.filter((source) => wanted.every((word) =>
     `${source.name} ${source.model || ""} ${source.state || ""}`.toLowerCase().includes(word)));
   const value = COLUMNS.find(([name]) => name === column)?.[1];
-  if (!value) return found;
+  if (!value) return [...found].sort((a, b) => (folder(a) < folder(b) ? -1 : folder(a) > folder(b) ? 1 : 0));
   const missing = (it) => it === null || it === undefined;
   return [...found].sort((one, other) => {
     const [a, b] = [value(one), value(other)];
@@ -71,18 +72,24 @@ export function Sources() {
     ["j ArrowDown", "next source", () => pick(1)], ["k ArrowUp", "source before", () => pick(-1)],
     ["Enter o", "open the source", () => sources[picked] && go(home(sources[picked]))],
     ["/", "to the search", () => document.getElementById("words")?.focus()],
-    ["x", "choose the run for a comparison", () => isRun(sources[picked] ?? {}) && choose(sources[picked].id)],
+    ["x", "choose it for a comparison", () => comparable(sources[picked] ?? {}) && choose(sources[picked])],
   ]);
-  const choose = (id) => setChosen((ids) => (ids.includes(id) ? ids.filter((it) => it !== id)
-    : [...ids, id].slice(-2)));
+  // Two runs, or any number of trainings.
+  const choose = (source) => setChosen((before) => (before.includes(source.id) ? before.filter((it) => it !== source.id)
+    : [...before.filter((it) => isRun(all.find(({ id }) => id === it) ?? {}) === isRun(source)), source.id]
+      .slice(isRun(source) ? -2 : 0)));
+  const chooses = all.filter((source) => chosen.includes(source.id));
+  const trainings = all.filter((source) => source.kind === "training");
   if (!state.data) return html`<${Pending} state=${state} />`;
   return html`<section>
     <div class="line"><h1>Sources</h1><span class="muted">${count(sources.length)}${
       sources.length < all.length && ` of ${count(all.length)}`}</span>
       ${all.length > 5 && html`<label>Find <input id="words" type="search" value=${words}
         placeholder="name, model, state" onInput=${(event) => setWords(event.target.value)} /></label>`}
-      ${chosen.length === 2 ? html`<a class="button" href=${to(["compare", ...chosen])}>Compare the two</a>`
-        : all.filter(isRun).length > 1 && html`<span class="muted">choose two runs to compare them</span>`}</div>
+      ${chooses.length > 1 ? html`<a class="button" href=${to([isRun(chooses[0]) ? "compare" : "trainings",
+        ...chosen])}>${chooses.length === 2 ? "Compare the two" : `Compare the ${chooses.length}`}</a>`
+        : (all.filter(isRun).length > 1 || trainings.length > 1)
+          && html`<span class="muted">choose two runs${trainings.length > 1 && ", or several trainings,"} to compare them</span>`}</div>
     <div class="scroll"><table class="sources">
       <thead><tr><th></th>${COLUMNS.map(([name, , number]) => html`<th key=${name} class=${number ? "number" : ""}
         aria-sort=${order.column === name ? (order.down ? "descending" : "ascending") : undefined}><button type="button"
@@ -96,8 +103,8 @@ export function Sources() {
         const first = folders && (at === 0 || folder(sources[at - 1]) !== folder(source));
         return html`${first && html`<tr class="folder" key=${`folder ${source.id}`}><th></th>
           <th colspan=${COLUMNS.length}>${visible(folder(source)) || "here"}</th></tr>`}<tr key=${source.id} class=${at === picked ? "picked" : ""}>
-          <td>${run && html`<input type="checkbox" checked=${chosen.includes(source.id)}
-            onChange=${() => choose(source.id)} aria-label=${`compare ${source.name}`} />`}</td>
+          <td>${comparable(source) && html`<input type="checkbox" checked=${chosen.includes(source.id)}
+            onChange=${() => choose(source)} aria-label=${`compare ${source.name}`} />`}</td>
           <td><a href=${home(source)} title=${source.path}>${
             visible(folders ? source.name.split("/").at(-1) : source.name)}</a>${
             source.error && html`<div class="problem">${visible(source.error)}</div>`}</td>

@@ -30,12 +30,59 @@ const constants = (series) => Object.entries(series).map(([name, values]) => [na
   values.filter((value) => value !== null)]).filter(([, known]) => known.length > 1
     && known.every((value) => value === known[0])).map(([name, known]) => [name, known[0]]);
 
+/** Pictures, the main ones first and the rest when they are asked for, and what to find one by its name. */
+function Pictures({ x, charts, same = [], onPick, sync }) {
+  const [sought, setSought] = useState("");
+  const [unfolded, unfold] = useState(false);
+  useKeys([["/", "to the search of curves", () => document.getElementById("curves")?.focus()]]);
+  const constant = same.filter(([name]) => name.includes(sought));
+  const matching = charts.filter(([key]) => key.includes(sought));
+  const main = matching.filter(([key]) => isMain(key));
+  const shown = unfolded || sought || !main.length ? matching : main;
+  return html`<div class="line"><label>Curves <input id="curves" type="search" value=${sought} placeholder="reward"
+      onInput=${(event) => setSought(event.target.value)} /></label>
+      ${onPick && html`<span class="muted">click a curve for the groups behind a step</span>`}</div>
+    ${constant.length > 0 && html`<details open=${Boolean(sought)}><summary class="muted">${
+      plural(constant.length, "figure")} that never changed</summary><dl class="facts">${constant.map(([name, value]) =>
+      html`<div key=${name}><dt>${visible(name)}</dt><dd>${figure(value)}</dd></div>`)}</dl></details>`}
+    <div class="panels">${shown.map(([key, series]) => html`<div class="panel" key=${key}>
+      <${Curves} x=${x} series=${series} title=${key.replaceAll("_", " ")} onPick=${onPick} sync=${sync} /></div>`)}</div>
+    ${shown.length < matching.length && html`<p><button type="button" onClick=${() => unfold(true)}>${
+      plural(matching.length - shown.length, "more curve")}</button></p>`}`;
+}
+
+/** `[steps, pictures]` of several trainings, `[[name, {steps, series}], …]`: a line for each of them. */
+function overlaid(trainings) {
+  const steps = [...new Set(trainings.flatMap(([, data]) => data.steps))].sort((a, b) => a - b);
+  const names = [...new Set(trainings.flatMap(([, data]) => Object.keys(data.series)))];
+  const charts = names.map((name) => [name, trainings.map(([label, data]) => {
+    const values = new Map(data.steps.map((step, at) => [step, data.series[name]?.[at] ?? null]));
+    return { label, values: steps.map((step) => values.get(step) ?? null) };
+  })]).filter(([, lines]) => new Set(lines.flatMap((line) => line.values).filter((value) => value !== null)).size > 1);
+  return [steps, charts.sort(([a], [b]) => (isMain(b) - isMain(a)) || place(a) - place(b))];
+}
+
+/** Several trainings over one another. */
+export function Trainings({ ids }) {
+  const sources = useApi("/api/sources", {});
+  const [state, setState] = useState({ data: null, error: null });
+  useEffect(() => {
+    Promise.all(ids.map((id) => getJSON(`/api/training/${segment(id)}`, {}))).then(
+      (data) => setState({ data, error: null }), (error) => setState({ data: null, error }));
+  }, [ids.join("/")]);
+  const name = (id) => visible(sources.data?.sources.find((it) => it.id === id)?.name ?? id);
+  const [steps, charts] = useMemo(() => overlaid(state.data && sources.data ? state.data.map((data, at) =>
+    [name(ids[at]), data]) : []), [state.data, sources.data]);
+  if (!state.data || !sources.data) return html`<${Pending} state=${state} />`;
+  return html`<section><div class="line"><h1>${plural(ids.length, "training")}</h1>${ids.map((id) => html`<a key=${id}
+      href=${to(["training", id])}>${name(id)}</a>`)}</div>
+    <${Pictures} x=${steps} charts=${charts} sync="trainings" /></section>`;
+}
+
 export function Training({ id, query }) {
   const state = useApi(`/api/training/${segment(id)}`, {});
   const data = state.data;
   const charts = useMemo(() => (data ? pictures(data.series) : []), [data]);
-  const [sought, setSought] = useState("");
-  const [unfolded, unfold] = useState(false);
   const at = data && query.step !== undefined ? data.steps.indexOf(Number(query.step)) : -1;
   const behind = useApi(at >= 0 && `/api/training/${segment(id)}/groups`, { after: data?.steps[at - 1],
     step: data?.steps[at], limit: SHOWN });
@@ -44,19 +91,11 @@ export function Training({ id, query }) {
   useKeys([
     ["j ArrowRight", "next step", () => choose(at + 1)], ["k ArrowLeft", "step before", () =>
       choose(Math.max(0, at - 1))],
-    ["/", "to the search of curves", () => document.getElementById("curves")?.focus()],
   ]);
   if (!data) return html`<${Pending} state=${state} />`;
   const groups = behind.data?.groups || [];
-  const same = constants(data.series).filter(([name]) => name.includes(sought));
-  const matching = charts.filter(([key]) => key.includes(sought));
-  const main = matching.filter(([key]) => isMain(key));
-  const shown = unfolded || sought || !main.length ? matching : main;
   return html`<section>
-    <div class="line"><h1>Training</h1><span class="muted">${count(data.steps.length)} steps</span>
-      <label>Curves <input id="curves" type="search" value=${sought} placeholder="reward"
-        onInput=${(event) => setSought(event.target.value)} /></label>
-      <span class="muted">click a curve for the groups behind a step</span></div>
+    <div class="line"><h1>Training</h1><span class="muted">${count(data.steps.length)} steps</span></div>
     ${at >= 0 && html`<div class="panel wide"><div class="line"><h2>Step ${data.steps[at]}</h2>
       <button type="button" onClick=${() => choose(at - 1)} disabled=${at === 0}>◀ k</button>
       <button type="button" onClick=${() => choose(at + 1)}
@@ -65,14 +104,7 @@ export function Training({ id, query }) {
         && html`<div key=${name}><dt>${visible(name)}</dt><dd>${figure(values[at])}</dd></div>`)}</dl>
       ${groups.length ? html`<${Records} title="Groups" records=${groups} total=${behind.data.total} />`
         : behind.data && html`<p class="muted">The log does not say which groups this step was made of.</p>`}</div>`}
-    ${same.length > 0 && html`<details open=${Boolean(sought)}><summary class="muted">${
-      plural(same.length, "figure")} that never changed</summary><dl class="facts">${same.map(([name, value]) =>
-      html`<div key=${name}><dt>${visible(name)}</dt><dd>${figure(value)}</dd></div>`)}</dl></details>`}
-    <div class="panels">${shown.map(([key, series]) => html`<div class="panel" key=${key}>
-      <${Curves} x=${data.steps} series=${series} title=${key.replaceAll("_", " ")} onPick=${choose} sync=${id} />
-        </div>`)}</div>
-    ${shown.length < matching.length && html`<p><button type="button" onClick=${() => unfold(true)}>${
-      plural(matching.length - shown.length, "more curve")}</button></p>`}
+    <${Pictures} x=${data.steps} charts=${charts} same=${constants(data.series)} onPick=${choose} sync=${id} />
   </section>`;
 }
 
@@ -100,9 +132,9 @@ function Items({ id, state }) {
     setShown({ ...before, busy: true });
     try {
       const answer = await getJSON(`/api/buffers/${segment(id)}/items`, { offset: before.next, limit: 50, state });
-      const items = [...before.items, ...answer.items];
-      setShown({ items, next: answer.next !== before.next ? answer.next : null, total: answer.total, busy: false,
-        error: null });
+      const found = answer.groups.flatMap((group) => group.items.map((item) => ({ ...item, group: group.id,
+        state: group.state })));
+      setShown({ items: [...before.items, ...found], next: answer.groups.at(-1)?.id ?? null, busy: false, error: null });
     } catch (error) {
       setShown({ ...before, busy: false, error });
     }
@@ -110,8 +142,7 @@ function Items({ id, state }) {
   useEffect(() => { more({ items: [], next: 0 }); }, [id, state]);
   const last = (item) => (Array.isArray(item.messages) && item.messages.length ? plain(item.messages.at(-1))
     : JSON.stringify(item));
-  return html`<div class="panel wide"><h2>Items <span class="muted">${count(shown.items.length)}${
-      shown.total !== undefined && shown.total !== null && ` of ${count(shown.total)}`}</span>
+  return html`<div class="panel wide"><h2>Items <span class="muted">${count(shown.items.length)}</span>
       ${state && html`<a class="chip" href=${withQuery({ state: null })}>${visible(state)} ✕</a>`}</h2>
     ${shown.items.map((item, n) => html`<details class="item" key=${n}><summary>
       <span class="muted">group ${cell(item.group)} · ${cell(item.state)} · ${
@@ -137,8 +168,8 @@ export function Buffer({ id, query }) {
     return () => clearInterval(timer);
   }, []);
   if (!state.data) return html`<${Pending} state=${state} />`;
-  const { status, groups, leases, dropped } = state.data;
-  const { groups: _, ...store } = status?.store || {};
+  const { status, leases, dropped } = state.data;
+  const { groups, ...store } = status?.store || {};
   return html`<section><div class="line">
     <h1>Buffer</h1>${state.error && html`<span class="problem">${state.error.message}</span>`}</div>
     <dl class="facts">${[...flat(store), ...flat(status?.job)].filter(([, value]) =>

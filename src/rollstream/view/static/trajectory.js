@@ -21,9 +21,15 @@ function text(value) {
 const nested = (value) => value !== null && typeof value === "object"
   && (Array.isArray(value) ? value.some(nested) && value.length <= 50 : Object.keys(value).length > 0);
 
+/** A text that is JSON of a list or an object, as what it says. */
+function read(value) {
+  if (typeof value !== "string" || !/^\s*[[{]/.test(value)) return value;
+  try { return JSON.parse(value); } catch { return value; }
+}
+
 /** Names and values, and what is in them one step further in. */
 function Tree({ values }) {
-  const entries = Object.entries(values).filter(([, value]) => value !== null && value !== undefined);
+  const entries = Object.entries(values).map(([name, value]) => [name, read(value)]).filter(([, value]) => value !== null && value !== undefined);
   return html`<dl>${entries.map(([name, value]) => (nested(value)
     ? html`<details key=${name} open><summary>${visible(name.replaceAll("_", " "))}</summary><${Tree} values=${value} /></details>`
     : html`<div key=${name}><dt>${visible(name.replace(/_s$/, "").replaceAll("_", " "))}</dt><dd>${
@@ -36,12 +42,59 @@ function Figures({ title, values }) {
 }
 
 const PARTS = ["queue", "generate", "tool", "reward"];
+const TONES = { queue: "queue", generate: "generate", tool: "tools", reward: "reward" };
 
 /** Where the rollout's time went. */
 function Times({ metrics }) {
-  const parts = PARTS.map((name) => ({ label: name === "tool" ? "tool or program" : name, tone: name === "tool" ? "tools" : name,
+  const parts = PARTS.map((name) => ({ label: name === "tool" ? "tool or program" : name, tone: TONES[name],
     count: metrics?.[`${name}_s`] || 0, value: seconds(metrics?.[`${name}_s`] ?? null) }));
   return parts.some((part) => part.count > 0) && html`<div class="figures"><${Shares} label="time" parts=${parts} /></div>`;
+}
+
+const SEEN_S = 0.0005; // what took less is "0 ms"
+const isTime = (it) => Array.isArray(it) && Number.isFinite(it[1]) && (it[2] >= SEEN_S || it[0] === "generate");
+
+/**
+ * When the rollout's calls of the model and its tools ran, on one clock from its dispatch: those that led to its answer
+ * first, then those of its other trajectories. Null where that was not noted: one call, or an older run.
+ */
+function waterfall(it) {
+  const { queue_s: queue, reward_s: reward, total_s: total } = it.metrics || {};
+  const lists = Object.entries(it.call_times || {}).map(([row, times]) => ({ row: Number(row), times: times.filter(isTime)
+    .map(([kind, start, seconds]) => ({ kind, from: (queue || 0) + start, seconds })) }))
+    .filter((list) => list.times.length > 0).sort((a, b) => it.siblings.indexOf(b.row) - it.siblings.indexOf(a.row));
+  if (!lists.length) return null;
+  const bars = lists.flatMap((list) => list.times);
+  const end = Math.max(total || 0, ...bars.map((bar) => bar.from + bar.seconds));
+  if (queue >= SEEN_S) lists[0].times.unshift({ kind: "queue", from: 0, seconds: queue });
+  if (reward >= SEEN_S) lists[0].times.push({ kind: "reward", from: Math.max(0, end - reward), seconds: reward });
+  return { lists, end };
+}
+
+/** What a trajectory of the rollout is, with its number. */
+const named = (it, row) => `${it.siblings.indexOf(row) + 1} ${it.side_calls?.includes(row) ? "side call"
+  : row === it.siblings.at(-1) ? "final" : "snapshot"}`;
+
+/** A line for each call with its place in time; what the model said there is a click away. */
+function Waterfall({ id, it, lists, end }) {
+  const answers = it.messages.flatMap((message, n) => (message.role === "assistant" ? [n] : []));
+  const share = (value) => `${Math.min(100, (100 * value) / (end || 1))}%`;
+  const line = (bar, n, at) => {
+    const title = `${bar.kind}: ${seconds(bar.seconds)} from ${seconds(bar.from)}`;
+    return html`<li key=${n} title=${title}>${Number.isInteger(at) ? html`<button type="button" onClick=${() =>
+      document.getElementById(`message-${at}`)?.scrollIntoView({ block: "center" })}>${visible(bar.kind)}</button>`
+      : html`<span>${visible(bar.kind)}</span>`}<span class="track"><span class=${TONES[bar.kind] ?? "queue"}
+      style=${{ left: share(bar.from), width: share(bar.seconds) }}></span></span>
+      <span class="number">${seconds(bar.seconds)}</span></li>`;
+  };
+  return html`<div class="figures falls"><b>Timeline</b> <span class="muted">${seconds(end)}${
+    it.extra?.gateway && "; between calls the program works"}</span>${lists.map((list) => {
+    const calls = list.times.filter((bar) => bar.kind === "generate");
+    const own = list.row === it.row && calls.length === answers.length;
+    return html`<div key=${list.row}>${lists.length > 1 && html`<a
+      href=${to(["run", id, "trajectory", String(list.row)])}>${named(it, list.row)}</a>`}<ol aria-label="calls in time">${list.times.map((bar, n) => line(bar, n,
+      own ? answers[calls.indexOf(bar)] : undefined))}</ol></div>`;
+  })}</div>`;
 }
 
 /** Everything of a trajectory, its token arrays, too, each on one line. */
@@ -112,16 +165,17 @@ export function Trajectory({ id, row, query, theme }) {
     all.length > 1 ? `${run.version} from ${run.start}` : run.version));
   const list = to(["run", id, "rows"], { filter: query.filter, sort: query.sort });
   const group = to(["run", id, "group", String(it.index)]);
+  const falls = waterfall(it);
   return html`<section>
     <div class="line"><h1>Prompt <a href=${group}>${it.index}</a>, repeat ${it.repeat}</h1>
       ${step("◀ k", before, -1)}${step("j ▶", after, 1)}<a href=${list}>list</a><a href=${group}>group</a>
       <a href=${to(["run", id])}>run</a></div>
     ${it.of > 1 && html`<nav class="line" aria-label="trajectories of the rollout">
       <span class="muted">Trajectories of this rollout, in order:</span>
-      ${it.siblings.map((other, n) => html`<a key=${other} class="button"
+      ${it.siblings.map((other) => html`<a key=${other} class="button"
         aria-current=${other === it.row ? "page" : undefined}
         href=${to(["run", id, "trajectory", String(other)], query)}>
-        ${n + 1} ${n < it.siblings.length - 1 ? "snapshot" : "final"}</a>`)}</nav>`}
+        ${named(it, other)}</a>`)}</nav>`}
     <dl class="facts">
       <div><dt>reward</dt><dd><b>${it.reward === null ? "not scored" : figure(it.reward)}</b></dd></div>
       <div><dt>ground truth</dt><dd class="clip">${it.ground_truth === null ? NONE : text(it.ground_truth)}</dd></div>
@@ -144,8 +198,10 @@ export function Trajectory({ id, row, query, theme }) {
             ${it.removed.map((message, n) =>
               html`<${Message} message=${message} key=${n} removed=${true} />`)}</details>`}
           ${it.messages.map((message, n) => html`<${Message} message=${message} id=${`message-${n}`} key=${n} />`)}
-        </div><aside><${Times} metrics=${it.metrics} /><${Figures} title="Reward says" values=${it.reward_extra} />
-          <${Figures} title="Metrics" values=${{ ...it.metrics, ...Object.fromEntries(PARTS.map((name) => [`${name}_s`])) }} />
+        </div><aside>${falls ? html`<${Waterfall} id=${id} it=${it} lists=${falls.lists} end=${falls.end} />`
+          : html`<${Times} metrics=${it.metrics} />`}<${Figures} title="Reward says" values=${it.reward_extra} />
+          <${Figures} title="Metrics" values=${{ ...it.metrics,
+            ...(falls ? {} : Object.fromEntries(PARTS.map((name) => [`${name}_s`]))) }} />
           <${Figures} title="Extra" values=${it.extra} />
           <${Figures} title="Identity" values=${{ prompt_key: it.prompt_key, data_source: it.data_source }} /></aside></div>`}
   </section>`;
