@@ -359,12 +359,12 @@ class AgentLoop(ABC):
         try:
             completion = await ask(sampling)
         finally:
-            self.metrics.generate_s += self.note_time("generate", started)
+            self.metrics.generate_s += self._note_time("generate", started)
             self.metrics.engine_calls += 1
         self.metrics.cached_prompt_tokens += completion.cached_prompt_tokens
         return completion
 
-    def note_time(self, kind: str, started: float) -> float:
+    def _note_time(self, kind: str, started: float) -> float:
         """Notes in `call_times` what began then, by the monotonic clock, and ends now; returns its seconds."""
         seconds = time.monotonic() - started
         self.call_times.append((kind, round(started - self._began, 4), round(seconds, 4)))

@@ -264,4 +264,4 @@ class ToolAgent(AgentLoop):
         try:
             return await work
         finally:
-            self.metrics.tool_s += self.note_time("tool", started)
+            self.metrics.tool_s += self._note_time("tool", started)
