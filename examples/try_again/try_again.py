@@ -18,7 +18,7 @@ class TryAgain(AgentLoop):
 
     @classmethod
     def build_shared(cls, resources: AgentResources, **options: Any) -> asyncio.Semaphore:
-        """Once for all rollouts of a worker: what checks answers bears few calls at once."""
+        """Once for all rollouts of a worker: whatever checks answers takes eight calls at once."""
         return asyncio.Semaphore(8)
 
     async def run(self, sampling: SamplingParams, **row: Any) -> Trajectory:
@@ -32,7 +32,7 @@ class TryAgain(AgentLoop):
             reason: str = turn.completion.finish_reason
             if reason != "stop":
                 break  # the response is full, or the engine aborted
-            async with self.shared:  # in earnest, ask a sandbox or a service here
+            async with self.shared:  # a real check asks a sandbox or a service here
                 right = turn.message["content"].strip() == str(row["ground_truth"])
             scores.append(float(right))
             if right:
