@@ -6,7 +6,7 @@ Every figure has a filter that finds its rows.
 import contextlib
 import math
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
@@ -20,6 +20,7 @@ from rollstream.evaluate.samples import samples_of_run
 from rollstream.store.arrow import to_arrow
 from rollstream.store.columns import Array, RunColumns
 from rollstream.trajectory import Failure, failure_cause
+from rollstream.view.reader import read_json
 
 _BINS: Final = 24
 _STRIP: Final = 2000
@@ -31,6 +32,8 @@ _TEXTS: Final = 1000
 _STEPS: Final = 300
 """Of the timeline."""
 _CAUSES: Final = 100
+_UNSCORED: Final = 1000
+"""Rollouts whose rewards are asked why there is none."""
 
 
 Groups = dict[str, Array]
@@ -141,6 +144,7 @@ def overview(rows: RunColumns, groups: Groups, solved_at: float) -> dict[str, An
             for _, name, count, mean in _by_text(rows, "data_source", final)
         },
         "failures": _failures(rows),
+        "reward_failures": _unscored(rows, final),
         "tool_calls": int(np.nansum(rows["tool_calls"], dtype=np.float64)),
         "time": {name: _mean(rows[name][final]) for name in ("queue_s", "generate_s", "tool_s", "reward_s")},
         "timeline": _timeline(rows, final),
@@ -244,6 +248,18 @@ def _failures(rows: RunColumns) -> list[dict[str, Any]]:
         {"cause": cause, "count": len(some), "example": max(some, key=lambda one: bool(one.traceback))}
         for cause, some in order
     ]
+
+
+def _unscored(rows: RunColumns, final: Array) -> dict[str, int]:
+    """Why rewards failed, by cause, of the first rollouts that have none."""
+    causes = Counter[str]()
+    which = np.flatnonzero(final & np.isnan(rows["reward"]))[:_UNSCORED]
+    for numbers, table in rows.read(which, ["reward_extra"]):
+        for text in table["reward_extra"].filter(to_arrow(numbers >= 0)).to_pylist():
+            extra = read_json(text)
+            if isinstance(extra, dict) and "error" in extra:
+                causes[failure_cause(str(extra["error"]))] += 1
+    return dict(causes.most_common(_CAUSES))
 
 
 def _timeline(rows: RunColumns, final: Array) -> dict[str, Any] | None:

@@ -227,9 +227,10 @@ def text_of(message: Mapping[str, Any]) -> str:
 def _call_text(call: Any) -> Any:
     """A tool call with its arguments as they are shown, not as JSON within JSON."""
     said = call.get("function") if isinstance(call, dict) else None
-    if isinstance(said, dict) and isinstance(said.get("arguments"), str):
-        return f"{said.get('name')} {said['arguments']}"
-    return call
+    if not isinstance(said, dict) or "arguments" not in said:
+        return call
+    arguments = said["arguments"]
+    return f"{said.get('name')} {arguments if isinstance(arguments, str) else _as_json(arguments)}"
 
 
 def search(columns: RunColumns, text: str, rows: Array) -> Iterator[list[Event]]:

@@ -132,6 +132,15 @@ def test_groups_of_one_prompt_depend_on_each_other(tmp_path: Path) -> None:
     assert (mean, *interval) == pytest.approx((said.mean, said.low, said.high))
 
 
+def test_rewards_that_failed_are_counted_by_their_cause(tmp_path: Path) -> None:
+    failed = [rollout(at, 0, reward=None, reward_extra={"error": f"KeyError: {at}"}) for at in range(3)]
+    others = [rollout(3, 0), rollout(4, 0, reward=None)]
+    columns = RunColumns([Run.open(write_run(tmp_path / "run", failed + others, n=1))])
+    columns.refresh()
+    said = overview(columns, group_figures(columns), 0.5)
+    assert said["reward_failures"] == {"KeyError: N": 3}
+
+
 @pytest.mark.parametrize("high", [1e308, 1.7976931348623157e308])
 def test_rewards_may_be_as_far_apart_as_numbers_can_be(tmp_path: Path, high: float) -> None:
     columns = columns_of(tmp_path / "run", [(0, high), (0, -high), (1, 0.5)])

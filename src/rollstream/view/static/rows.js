@@ -23,7 +23,7 @@ const show = (value, column) => (value === null || value === undefined ? html`<s
       ? String(value) : figure(value))
       : visible(String(value)));
 
-const WIDTHS = { index: "70px", repeat: "70px", reward: "110px", prompt: "minmax(180px, 3fr)",
+const WIDTHS = { index: "70px", repeat: "70px", reward: "110px", prompt: "minmax(180px, 4fr)",
   answer: "minmax(180px, 3fr)", truth: "minmax(80px, 1fr)", finish_reason: "120px", prompt_key: "290px" };
 
 /** The columns of a table, of their names in the run's list. */
@@ -31,7 +31,7 @@ function tableColumns(names, known) {
   const asked = names.filter((name) => !isText(name));
   return names.map((name) => known.find((column) => column.name === name)).filter(Boolean).map((column) => ({
     name: column.name,
-    title: column.name.replaceAll("_", " "),
+    title: column.name.replace(/_s$/, "").replaceAll("_", " "),
     number: column.type !== "text",
     sortable: !isText(column.name),
     at: asked.indexOf(column.name),

@@ -53,7 +53,7 @@ function Histogram({ id, name, data, base }) {
 }
 
 /** A setting in few characters. */
-export const setting = (value) => (value === null || value === undefined ? NONE
+export const setting = (value) => (value === null || value === undefined ? NONE : value === "" ? '""'
   : visible(typeof value === "string" ? value : JSON.stringify(value)).slice(0, 60));
 
 /** All that decides a run's data. */
@@ -241,6 +241,9 @@ export function Run({ id, query }) {
       ${(run.failures || []).length > 0 && html`<div class="panel wide failed" id="failures"><h2>Failures by cause</h2>${
         run.failures.map((failure) => html`<${Failure} key=${failure.cause} id=${id}
           failure=${failure} />`)}</div>`}
+      ${Object.keys(run.reward_failures || {}).length > 0 && html`<div class="panel wide failed"><h2>Rewards that failed, by
+        cause</h2><${Lines} label="rewards that failed" lines=${Object.entries(run.reward_failures).map(([cause, n]) => ({
+        label: cause, title: cause, count: n, href: rows({ filter: both("reward = null", run.base_filter) }) }))} /></div>`}
       <${SolveStrip} id=${id} data=${run} />
       <${Samples} id=${id} again=${again} base=${run.base_filter} />
       ${Object.entries(run.histograms || {}).map(([name, data]) => data

@@ -98,8 +98,8 @@ export function Sources() {
   order.column === name ? (order.down ? " ▼" : " ▲") : ""}</button></th>`)}</tr></thead>
       <tbody>${sources.map((source, at) => {
         const run = isRun(source);
-        const number = (value, path, query) => html`<td class="number">${run && value
-          ? html`<a href=${to(["run", source.id, ...path], query)}>${count(value)}</a>` : count(value)}</td>`;
+        const number = (value, path, query, tone) => html`<td class="number">${run && value
+          ? html`<a class=${tone} href=${to(["run", source.id, ...path], query)}>${count(value)}</a>` : count(value)}</td>`;
         const first = folders && (at === 0 || folder(sources[at - 1]) !== folder(source));
         return html`${first && html`<tr class="folder" key=${`folder ${source.id}`}><th></th>
           <th colspan=${COLUMNS.length}>${visible(folder(source)) || "here"}</th></tr>`}<tr key=${source.id} class=${at === picked ? "picked" : ""}>
@@ -113,8 +113,8 @@ export function Sources() {
             <${Interval} value=${source.reward_mean} range=${source.reward_interval} /></td>
           ${number(source.done, ["rows"])}
           <td class="number muted">${percent(source.done, source.total)}</td>
-          ${number(source.failed, ["failures"])}
-          ${number(source.unscored, ["rows"], { filter: "reward = null" })}
+          ${number(source.failed, ["failures"], {}, "warn")}
+          ${number(source.unscored, ["rows"], { filter: "reward = null" }, "warn")}
           <td class="number">${short(source.tokens)}</td>
           <td class="number">${source.prompts === null ? "–" : `${count(source.prompts)} × ${source.n ?? "?"}`}</td>
           <td>${moment(source.started)}</td><td>${source.kind}</td>

@@ -80,6 +80,7 @@ export function Trainings({ ids }) {
 }
 
 export function Training({ id, query }) {
+  const sources = useApi("/api/sources", {});
   const state = useApi(`/api/training/${segment(id)}`, {});
   const data = state.data;
   const charts = useMemo(() => (data ? pictures(data.series) : []), [data]);
@@ -95,7 +96,7 @@ export function Training({ id, query }) {
   if (!data) return html`<${Pending} state=${state} />`;
   const groups = behind.data?.groups || [];
   return html`<section>
-    <div class="line"><h1>Training</h1><span class="muted">${count(data.steps.length)} steps</span></div>
+    <div class="line"><h1>Training ${visible(sources.data?.sources.find((it) => it.id === id)?.name)}</h1><span class="muted">${count(data.steps.length)} steps</span></div>
     ${at >= 0 && html`<div class="panel wide"><div class="line"><h2>Step ${data.steps[at]}</h2>
       <button type="button" onClick=${() => choose(at - 1)} disabled=${at === 0}>◀ k</button>
       <button type="button" onClick=${() => choose(at + 1)}
@@ -115,7 +116,7 @@ const cell = (value) => (typeof value === "number" ? figure(value) : value === n
 function Records({ title, records, total = records?.length }) {
   if (!records?.length) return html`<div class="panel"><h2>${title}</h2><p class="muted">None.</p></div>`;
   const names = [...new Set(records.flatMap((it) => Object.keys(it)))].filter((name) => name !== "runs").slice(0, 8);
-  const shown = (it, name) => [cell(it[name]), name === "index" && it.runs?.map((run) => html` <a key=${run.id}
+  const shown = (it, name) => [name === "index" ? String(it.index ?? "–") : cell(it[name]), name === "index" && it.runs?.map((run) => html` <a key=${run.id}
     href=${to(["run", run.id, "group", String(run.index)])}>in ${visible(run.name)}</a>`)];
   return html`<div class="panel"><h2>${title} <span class="muted">${count(total)}</span></h2>
     <div class="scroll"><table>
