@@ -18,7 +18,7 @@
 # make check  formatting, lint, types (what .ci/run checks besides the tests)
 # make docs   the documentation site in site/, in an environment of its own (0.1 GB); a link that leads nowhere is an error
 # make bench-quick  every benchmark, small
-# make gpu-check   engines, weights, adapters and a training on your GPU, half an hour; and a report (20 GB, two environments)
+# make gpu-check   engines, weights, an adapter and a training on your GPU, within an hour, and a report (environments of many GB)
 # make demo-model   trains and exports the demo model anew (about half an hour)
 
 PYTHON ?= python3

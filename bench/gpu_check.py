@@ -1,7 +1,7 @@
 """What was never run for want of a GPU, run on yours; with a report that can be sent in.
 
-    make gpu-check GPU_ARGS='--model Qwen/Qwen2.5-0.5B-Instruct'   about half an hour, and two environments
-    python -m bench.gpu_check --device cpu                         a rehearsal, which names what it leaves out
+    make gpu-check GPU_ARGS='--model Qwen/Qwen2.5-0.5B-Instruct'   an hour at most, and two environments
+    python -m bench.gpu_check --device cpu                         a rehearsal: says what it leaves out
 
 Each check is a process of its own with a time limit; one that fails does not end the others. The folder of `--out` has
 report.md, report.json, and the log of each check. With two GPUs a server has one and the trainer the other, and weights

@@ -47,7 +47,9 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     found = re.findall(
-        r"^(?:<!-- ([^>]*?) -->\n)?```(\w*)\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE
+        r"^(?:<!-- ((?:(?!-->).)*) -->\n)?```(\w*)\n(.*?)^```",
+        page.read_text("utf-8"),
+        re.DOTALL | re.MULTILINE,
     )
     return [Block(language, text, steer) for steer, language, text in found]
 
@@ -55,7 +57,7 @@ def blocks(page: Path) -> list[Block]:
 def run_page(page: Path, tmp_path: Path) -> None:
     """Runs all blocks of a page in a folder."""
     pytest.importorskip("trl", reason="quickstart and recipes train with TRL")
-    for name in ("bench", "examples", "src"):  # what commands read of a clone
+    for name in ("bench", "demo_model", "examples", "src"):  # what commands read of a clone
         (tmp_path / name).symlink_to(ROOT / name)
     if others := re.search(r"<!-- files of: (\S+) -->", page.read_text("utf-8")):
         write_files(DOCS / others[1], tmp_path)
@@ -129,7 +131,7 @@ def pages_test(first: str, last: str) -> Callable[..., None]:
     """The test of the pages whose names begin with these letters: the tests of one file run in one process."""
 
     @pytest.mark.slow
-    @pytest.mark.timeout(600)
+    @pytest.mark.timeout(900)
     @pytest.mark.parametrize(
         "page", [page for page in PAGES if first <= page.stem[0] <= last], ids=lambda page: page.stem
     )

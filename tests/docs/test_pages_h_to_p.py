@@ -2,4 +2,4 @@
 
 from tests.docs.blocks import pages_test
 
-test_blocks_run_as_they_stand = pages_test("f", "p")
+test_blocks_run_as_they_stand = pages_test("h", "p")
