@@ -299,7 +299,7 @@ def markdown(about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str
     for row in rows:
         cells = [row.get(name, "") for name in ("check", "result", "seconds")]
         table.append(f"| {' | '.join(map(cell, [*cells, row.get('figures') or row.get('why', '')]))} |")
-    told = "Distances are in nats, of each sampled token's log-prob from that of its own scores, and so on."
+    told = "Distances of the sampled tokens' log-probs, in nats: from the engine's own scores, from transformers, …"
     lines = ["# rollstream on a GPU", "", *table, "", told, "", "| | |", "|---|---|"]
     return "\n".join([*lines, *(f"| {name} | {cell(value)} |" for name, value in about.items()), ""])
 
