@@ -170,6 +170,8 @@ class RewardSettings:
     processes: NotNegative = 0
     of_sources: dict[str, Any] = field(default_factory=dict)
     """No key of the configuration: the rewards of `data.sources`; see `rollout.setup.reward_settings`."""
+    data_sources: dict[str, str] = field(default_factory=dict)
+    """No key either: by the name of a source the data source that it gives its rows."""
 
 
 @dataclass(frozen=True, slots=True)

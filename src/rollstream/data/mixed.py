@@ -95,6 +95,11 @@ def source_rewards(entries: Sequence[Any] | None) -> dict[str, SourceReward]:
     return rewards
 
 
+def chosen_data_sources(entries: Sequence[Any] | None) -> dict[str, str]:
+    """By the name of a source the data source of all its rows, where it chooses one. Raises `ConfigError`."""
+    return {one.name: one.chosen_data_source for one in read_sources(entries) if one.chosen_data_source}
+
+
 class SourceRows(RowSource):
     """The rows of a source, marked with what it says of them."""
 

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from rollstream.chat.token_text import read_decoder
 from rollstream.config.settings import RewardSettings
+from rollstream.data.mixed import SOURCE
 from rollstream.engine.load import RequestMeter
 from rollstream.errors import ConfigError
 from rollstream.reward.base import FunctionReward
@@ -59,19 +60,28 @@ _AHEAD = 32
 
 
 class _Replay:
-    """Scores the stored trajectories of rollouts; in the place of a `RolloutWorker`."""
+    """Scores the stored trajectories of rollouts; in the place of a `RolloutWorker`.
 
-    def __init__(self, reward: Reward, root: Path, snapshots: SnapshotRule) -> None:
+    `data_sources`: by the name of a source of prompts what its rows have now, whatever they were stored with.
+    """
+
+    def __init__(
+        self, reward: Reward, root: Path, snapshots: SnapshotRule, data_sources: Mapping[str, str]
+    ) -> None:
         self._reward = reward
+        self._data_sources = data_sources
         self._root = root
         self._snapshots = snapshots
         self._prepared: set[str] = set()
 
     async def run(self, row: PromptRow, repeat: int) -> Rollout:
+        trajectories = [self._trajectory(stored) for stored in row.columns["trajectories"]]
+        source = trajectories[-1].extra.get(SOURCE)
+        if isinstance(source, str) and source in self._data_sources:
+            row = replace(row, data_source=self._data_sources[source])
         if isinstance(self._reward, RuleReward) and row.data_source not in self._prepared:
             await self._reward.prepare(row.data_source)
             self._prepared.add(row.data_source)
-        trajectories = [self._trajectory(stored) for stored in row.columns["trajectories"]]
         final, answer, info = trajectories[-1], None, row.extra_info
         program = final.extra.get("gateway")
         if isinstance(program, dict):  # the reward sees the whole conversation, as at the end of the program
@@ -164,7 +174,7 @@ class ReplayRecipe:
 
     def around(self, reward: Reward) -> BuiltWorker:
         """The worker of a reward, which stays the caller's to close."""
-        return _built(_Replay(reward, self.root, self.snapshots))
+        return _built(_Replay(reward, self.root, self.snapshots, self.settings.data_sources))
 
 
 def _built(worker: Any) -> BuiltWorker:

@@ -30,7 +30,7 @@ from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.chat.tool_schema import load_tool_schemas, with_row_tools
 from rollstream.config.settings import RewardSettings, Settings
-from rollstream.data.mixed import read_sources, source_rewards
+from rollstream.data.mixed import chosen_data_sources, read_sources, source_rewards
 from rollstream.engine.base import Engine
 from rollstream.engine.checks import check_capabilities
 from rollstream.engine.continuation import ContinuingEngine
@@ -530,7 +530,12 @@ def _load_images(
 
 def reward_settings(settings: Settings) -> RewardSettings:
     """The reward that a configuration names, with those of its `data.sources`. Raises `ConfigError`."""
-    return replace(settings.custom_reward_function, of_sources=source_rewards(settings.data.sources))
+    sources = settings.data.sources
+    return replace(
+        settings.custom_reward_function,
+        of_sources=source_rewards(sources),
+        data_sources=chosen_data_sources(sources),
+    )
 
 
 def load_configured_reward(settings: RewardSettings) -> Reward:

@@ -171,6 +171,10 @@ def test_a_source_has_a_reward_of_its_own(tmp_path: Path, processes: int) -> Non
     changed = f"custom_reward_function.path={first}", "generation.rescore=true"
     assert generate(*changed).generated == 0
     assert scored(root) == {"math": (1.0, "math"), "code": (7.5, "tests"), "plain": (1.0, "chat")}
+    # A source that gets a reward later: its rows have another data source from then on, those that are done, too.
+    sources[2]["reward"] = str(second)
+    assert generate(*changed).generated == 0
+    assert scored(root) == {"math": (1.0, "math"), "code": (7.5, "tests"), "plain": (7.0, "plain")}
     sources[0]["reward"] = {"path": str(first), "name": "of_group"}
     with pytest.raises(ConfigError, match="solution_strs"):
         generate(*changed)
