@@ -381,6 +381,7 @@ class Run:
                     waiting.appendleft(self.paths.batch(self.number(path)))
                 elif path != self.paths.artifact:
                     waiting.append(self.paths.artifact)
+        self.damage += [line for line in self.rewards.damage if line not in self.damage]
 
     def _groups(
         self, path: Path, columns: Sequence[str] | None, indices: Array | None, coded: Sequence[str]

@@ -19,6 +19,7 @@ rewards; batches and journals keep what was recorded.
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -127,6 +128,11 @@ class Rewards:
         return self.name is not None or self._judged is not None
 
     @property
+    def damage(self) -> list[str]:
+        """A line for each stretch of a training's notes that cannot be read: rewards may stand in it."""
+        return [] if self._judged is None else self._judged.damage
+
+    @property
     def content(self) -> str:
         """Names the scores and what is in them; empty where the recorded rewards are seen."""
         if self._judged is not None:
@@ -154,7 +160,7 @@ class Rewards:
         if not {"reward", "reward_extra"}.intersection(table.column_names):
             return table
         if self._judged is not None:
-            return self._judged.scores().apply(table, keeps_recorded=True)
+            return self._judged.apply(table)
         if self.name is None:
             return table
         return self._scores.apply(table, keeps_recorded=self._keeps_recorded)
@@ -163,7 +169,7 @@ class Rewards:
     def _scores(self) -> "_Scores":
         """Raises `RunDirectoryError`: it is no batch whose rollouts were to be generated again."""
         try:
-            return _Scores.read(self._path)
+            return _Scores(self._path)
         except DamageError as error:
             raise RunDirectoryError(
                 f"{self._path}: {error}; scoring again under its name makes it anew"
@@ -171,18 +177,14 @@ class Rewards:
 
 
 class _Scores:
-    """Rewards in memory, sorted by key: some 33 bytes a row, and each different `reward_extra` once."""
+    """The rewards of a file, in memory: some 33 bytes a row, and each different `reward_extra` once."""
 
-    @classmethod
-    def read(cls, path: Path) -> "_Scores":
-        """Those of a file."""
+    def __init__(self, path: Path) -> None:
         with (
             reading(path),
             pq.ParquetFile(path, page_checksum_verification=True, read_dictionary=["reward_extra"]) as file,
         ):
-            return cls(file.read(use_threads=False).unify_dictionaries())
-
-    def __init__(self, table: pa.Table) -> None:
+            table = file.read(use_threads=False).unify_dictionaries()
         self._places = rollout_places(table)
         self._reward = column_values(table["reward"])
         chunks = table["reward_extra"].chunks
@@ -206,37 +208,56 @@ class _Scores:
         return table
 
 
+class _JudgedGroup(msgspec.Struct, tag="judged"):
+    """A note of a training that has rewards, see `training.store.Judged`."""
+
+    position: int
+
+
+class _JudgedRewards(_JudgedGroup, tag="judged"):
+    rewards: dict[int, GivenRewards]
+
+
 class _Judged:
-    """The rewards that a training's notes have, as far as they are written."""
+    """The rewards that a training's notes have, as far as they are written; of what was read only the rest is."""
 
     def __init__(self, path: Path, run_id: bytes) -> None:
         self.path, self._run_id = path, run_id
+        self.damage: list[str] = []
         self._end = FILE_HEADER_SIZE
-        self._given: dict[tuple[int, int], GivenRewards] = {}
-        self._scores: _Scores | None = None
+        self._notes: dict[int, bytes] = {}
+        """By the position of the group: read in full where its rows are."""
+        self._group = msgspec.msgpack.Decoder(_JudgedGroup)
+        self._rewards = msgspec.msgpack.Decoder(_JudgedRewards)
 
-    def scores(self) -> _Scores:
-        """All of them."""
-        report, before = ScanReport(), self._end
+    def apply(self, table: pa.Table) -> pa.Table:
+        """Rows with these rewards; where there are none, as they are."""
+        self._read_on()
+        index, repeat, trajectory, finished = (column_values(table[name]).tolist() for name in SCORED_COLUMNS)
+        groups = {
+            one: self._rewards.decode(self._notes[one]).rewards for one in {*index} & self._notes.keys()
+        }
+        rewards, extras, known = list[float | None](), list[str](), np.zeros(len(table), bool)
+        for at, key in enumerate(zip(index, repeat, strict=True)):
+            when, given = groups.get(key[0], {}).get(key[1], (None, []))
+            known[at] = when == finished[at] and trajectory[at] < len(given)
+            reward, extra = given[trajectory[at]] if known[at] else (None, "{}")
+            rewards.append(reward)
+            extras.append(extra)
+        if "reward" in table.column_names:
+            table = _replaced(table, "reward", known, pa.array(rewards, pa.float64()), keeps_recorded=True)
+        if "reward_extra" in table.column_names:
+            table = _replaced(table, "reward_extra", known, to_arrow_texts(extras), keeps_recorded=True)
+        return table
+
+    def _read_on(self) -> None:
+        report = ScanReport()
         for frame in scan(self.path, self._run_id, report, self._end):
-            if b"judged" in frame.body and (note := msgspec.msgpack.decode(frame.body))["type"] == "judged":
-                for place, (finished, given) in note["rewards"].items():
-                    self._given[note["position"], place] = finished, given
-        self._end = max(before, report.end)
-        if self._scores is None or self._end > before:
-            rows = [
-                (*key, number, finished, reward, extra)
-                for key, (finished, given) in sorted(self._given.items())
-                for number, (reward, extra) in enumerate(given)
-            ]
-            columns = zip(*rows, strict=True) if rows else [()] * len(_SCHEMA)
-            arrays = [pa.array(values, kind) for values, kind in zip(columns, _SCHEMA.types, strict=True)]
-            table = pa.table(arrays, schema=_SCHEMA)
-            at = _SCHEMA.get_field_index("reward_extra")
-            self._scores = _Scores(
-                table.set_column(at, "reward_extra", table["reward_extra"].dictionary_encode())
-            )
-        return self._scores
+            with suppress(msgspec.ValidationError):  # another kind of note
+                self._notes[self._group.decode(frame.body).position] = frame.body
+        self._end = max(self._end, report.end)
+        lines = [f"training/{damage}" for damage in report.damage]
+        self.damage += [line for line in lines if line not in self.damage]
 
 
 def _replaced(

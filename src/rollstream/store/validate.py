@@ -1,5 +1,6 @@
 """Validation: reads every byte of a run directory and says whether it is sound. Changes nothing."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +21,9 @@ from rollstream.store.manifest import Manifest, require_manifest
 from rollstream.store.merge import Artifact
 from rollstream.store.paths import RunPaths, missing_batches
 from rollstream.store.records import RecordCodec, RolloutRecord
-from rollstream.store.recovery import quarantine_batch, recover
+from rollstream.store.recovery import quarantine_batch, recover, recover_frames
 from rollstream.store.run import lost_rollouts, promised_rollouts
+from rollstream.store.scores import notes_path
 from rollstream.store.summary import refresh_checkpoint
 from rollstream.store.turns import NO_TURN
 
@@ -72,6 +74,10 @@ def validate_run(root: Path) -> Validation:
     keys = _join([sealed, *(_validate_journal(path, manifest, result) for path in journals)])
     for path in (*paths.failure_files(), *map(paths.turns_file, paths.turn_numbers())):
         _validate_journal(path, manifest, result)
+    if notes_path(root).exists():
+        report = ScanReport()
+        deque(scan(notes_path(root), manifest.run_id_bytes, report), maxlen=0)
+        result.problems += [f"training/{damage}" for damage in report.damage]
     for kind, command in (("scores", "score"), ("streams", "annotate")):
         for table in sorted((root / kind).glob("*.parquet")):
             if file_digest(table) not in recorded_digests(table).get(table.name, ()):
@@ -172,6 +178,8 @@ def repair_run(root: Path) -> list[str]:
         for number in paths.batch_numbers():
             repair(paths.batch(number), None)
         state = recover(paths, manifest)
+        if notes_path(root).exists():
+            recover_frames(notes_path(root), paths, manifest)
         if paths.artifact.exists():
             repair(paths.artifact, state.keys)
         refresh_checkpoint(root)

@@ -30,7 +30,6 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-import orjson
 
 from rollstream.agent.turns import Turns
 from rollstream.errors import ConfigError, RunDirectoryError, StorageError
@@ -260,7 +259,7 @@ class GroupReader:
     ) -> None:
         self.waiting: dict[int, None] = {}
         """Positions whose rollouts are on disk and not read yet, in the order in which they are needed."""
-        self._root, self._manifest, self._history = root, manifest, history
+        self._run, self._manifest, self._history = Run(root, manifest), manifest, history
         self._failures, self._together = failures, together
         self._loaded: dict[int, dict[int, Rollout | Failure]] = {}
         self._reading = asyncio.Lock()
@@ -278,13 +277,7 @@ class GroupReader:
 
     def _load(self, positions: Sequence[int]) -> dict[int, dict[int, Rollout | Failure]]:
         found: dict[int, dict[int, Rollout | Failure]] = {position: {} for position in positions}
-        for stored in Run(self._root, self._manifest).rollouts(np.array(sorted(positions))):
-            group = self._history.groups.get(stored.index)
-            judged = {} if group is None or group.judged is None else group.judged.rewards
-            if stored.repeat in judged:
-                given = judged[stored.repeat][1]
-                for one, (reward, extra) in zip(stored.trajectories, given, strict=True):
-                    one.reward, one.reward_extra = reward, orjson.loads(extra)
+        for stored in self._run.rollouts(np.array(sorted(positions))):
             found[stored.index][stored.repeat] = _as_made(stored)
         for failure in self._failures():
             group = self._history.groups.get(failure.index)

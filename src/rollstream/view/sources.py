@@ -45,6 +45,10 @@ _DEEPEST: Final = 3
 _MOST_FOLDERS: Final = 2000
 _FRESH_S: Final = 0.5
 """A run that is written is looked at twice a second at most, however many pages follow it."""
+_PAUSE: Final = 10
+"""Times as long as it took, after which a run is read anew because of other rewards: in a training that scores whole
+groups they come all the time. What is new is read meanwhile.
+"""
 _LOCK_S: Final = 2.0
 _MOST_LOG: Final = 1 << 28
 """Bytes of a trainer's log: some hundred thousand steps."""
@@ -151,7 +155,7 @@ class RunSource(ViewSource):
         self._seen: RunColumns | None = None
         self._groups: tuple[RunColumns, Groups] | None = None
         self._lock = threading.Lock()
-        self._looked = self._asked = 0.0
+        self._looked = self._asked = self._rereads = 0.0
         self._running = False
 
     @property
@@ -179,14 +183,17 @@ class RunSource(ViewSource):
             parts = [_as_now(part) for part in self._parts]
             runs = [part for part in parts if isinstance(part, Run)]
             content = [(run.manifest.run_id, run.rewards.content) for run in runs]
-            if content != self._content:  # another run was begun there, or other rewards count
-                self._parts, self._seen, self._columns, self._content = parts, None, None, content
             self.used = now = time.monotonic()
+            is_same = [run_id for run_id, _ in content] == [run_id for run_id, _ in self._content or []]
+            if content != self._content and not (is_same and now < self._rereads):
+                # Another run was begun there, or other rewards count.
+                self._parts, self._seen, self._columns, self._content = parts, None, None, content
             seen = self._seen
             if seen is None or now - self._looked > _FRESH_S:
                 # `close` may come meanwhile.
                 self._columns = read = self._columns or RunColumns(self._parts)
                 if read.refresh() or seen is None:
+                    self._rereads = max(self._rereads, now + _PAUSE * (time.monotonic() - now))
                     self._seen = seen = read.snapshot()
                 self._looked = time.monotonic()
             return seen

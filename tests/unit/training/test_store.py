@@ -2,19 +2,23 @@
 
 import asyncio
 import errno
+import itertools
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import orjson
 import pytest
 
 from rollstream.agent.tools.session import ToolLimits
 from rollstream.agent.tools.toolbox import ToolBox
+from rollstream.cli import main
 from rollstream.errors import ConfigError, GenerationFailedError, RunDirectoryError, StorageError
 from rollstream.rollout.group_reward import give_reward
 from rollstream.rollout.worker import make_failure
@@ -25,6 +29,7 @@ from rollstream.store.run import Run
 from rollstream.store.run_dir import RunDirectory
 from rollstream.store.scores import notes_path
 from rollstream.store.turns import read_places
+from rollstream.store.validate import validate_run
 from rollstream.testing.scripted import ScriptedEngine, ScriptedRequest
 from rollstream.training import (
     BatchesAhead,
@@ -38,6 +43,8 @@ from rollstream.training import (
 from rollstream.training.ledger import Ledger, describe, read_ledger
 from rollstream.training.store import Note, Resume, TrainingStore, Whole, plain_facts
 from rollstream.trajectory import Failure, Rollout, RolloutKey, Trajectory
+from rollstream.view import sources
+from rollstream.view.sources import RunSource
 from tests.support.training import LONG_S, QUICK, StoredGroups, eventually
 from tests.unit.agent.rollouts import demo_tokenizer, make_row, make_worker, resources
 from tests.unit.agent.test_turns import COUNTS, by_context
@@ -657,6 +664,60 @@ def test_a_failure_is_part_of_the_group_that_was_judged(tmp_path: Path) -> None:
         await store.close()
 
     asyncio.run(run())
+
+
+def test_readers_see_what_a_group_was_given_since_they_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is open goes on reading the notes; the page, which reads a run anew for them, does so seldom."""
+    root, plan, clock = tmp_path / "store", ShuffledPlan(7, shuffle=False), itertools.count(1000)
+    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+
+    def rewards(run: Run) -> list[float | None]:
+        return [one for table in run.rows(["reward"]) for one in table["reward"].to_pylist()]
+
+    async def write() -> None:
+        store = TrainingStore(root)
+        facts = {"rows": 2, "whole_groups": False, "keep_turns": False}
+        resume = Resume(plan, 0, lambda position: False, None)
+        await store.open(plain_facts(1), resume, prompt_key=lambda index: None, **facts)
+        made = []
+        for position in range(3):
+            planned = PlannedGroup(position, 0, position)
+            store.begin(Group(planned, 0))
+            await store.kept(planned)
+            final = Trajectory([1], [2], [1], [-0.5], [], "stop", [(0, 0)])
+            made.append(await store.keep(planned, 0, Rollout(position, 0, "0" * 32, [final], "test")))
+        await judge(store, made, 0)
+        run, page = Run.open(root), RunSource("store", [Run.open(root)], 1.0)
+        assert sorted(rewards(run), key=str) == [0.5, None, None]
+        assert np.isnan(page.columns()["reward"]).sum() == 2
+        for position in (1, 2):
+            await judge(store, made, position)
+            assert rewards(run).count(None) == 2 - position
+        looks = [page.columns() for _ in range(40)]
+        missing = [int(np.isnan(one["reward"]).sum()) for one in looks]
+        assert missing[0] == 2 and missing[-1] == 0 and 2 <= missing.index(0) <= 10
+        await store.close()
+
+    async def judge(store: TrainingStore, made: list[Any], position: int) -> None:
+        give_reward(made[position], 0.5 + position, {"rank": position})
+        await store.keep_rewards(PlannedGroup(position, 0, position), {0: made[position]})
+
+    asyncio.run(write())
+    assert validate_run(root).sound
+    # What lies in a damaged note is not simply gone.
+    path, run_id = notes_path(root), require_manifest(root).run_id_bytes
+    content = bytearray(path.read_bytes())
+    frames = [*scan(path, run_id, ScanReport())]
+    content[next(one.offset for one in frames if b"judged" in one.body) + 40] ^= 255
+    path.write_bytes(content)
+    assert Run.open(root).state().rewards.scored == 2
+    for words in (["status", str(root)], ["eval", str(root)], ["validate", str(root)]):
+        assert main(words) == 1
+        told = capsys.readouterr()
+        assert "training/000000.rsj" in told.out + told.err
+    assert main(["validate", str(root), "--repair"]) == 0 and main(["status", str(root)]) == 0
 
 
 def _without_notes(root: Path, kind: type[Any]) -> None:
