@@ -65,7 +65,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     parser = argparse.ArgumentParser(
-        prog="rollstream", description="Prompts in, durable, training-ready LLM trajectories out."
+        prog="rollstream", description="Turns prompts into durable, training-ready LLM trajectories."
     )
     parser.add_argument("--version", action="version", version=f"rollstream {rollstream.__version__}")
     found: Mapping[str, Command] = plugins.load_all("rollstream.commands")
@@ -74,8 +74,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("run_dir", type=Path, metavar="DIR", help="run directory")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_scores(parser: argparse.ArgumentParser) -> None:
@@ -87,11 +87,10 @@ def _add_status(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     _add_scores(parser)
     listed = parser.add_mutually_exclusive_group()
-    text = "a line for each, with --json a JSON object"
-    listed.add_argument(
-        "--failed", action="store_true", help=f"all failed rollouts: {text}, with its traceback"
-    )
-    listed.add_argument("--unscored", action="store_true", help=f"all rollouts without a reward: {text}")
+    text = "list all failed rollouts, a line each; with --json a JSON object each, with the traceback"
+    listed.add_argument("--failed", action="store_true", help=text)
+    text = "list all rollouts without a reward, a line each; with --json a JSON object each"
+    listed.add_argument("--unscored", action="store_true", help=text)
 
 
 def _add_validate(parser: argparse.ArgumentParser) -> None:
@@ -99,25 +98,26 @@ def _add_validate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repair",
         action="store_true",
-        help="move damaged files to damaged/ and take their rollouts from whatever intact copy there is",
+        help="move damaged files to damaged/ and take their rollouts from intact copies",
     )
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path)
+    text = "run directory, or a buffer: its folder or URL"
+    parser.add_argument("run_dir", type=Path, metavar="DIR", help=text)
     formats: Mapping[str, ExportFormat] = plugins.load_all("rollstream.exports")
-    parser.add_argument("--format", choices=formats, default="parquet")
+    parser.add_argument("--format", choices=formats, default="parquet", help="default: %(default)s")
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="default: in the run directory (docs/export.md); needed where the run is unfinished, being written "
-        "or read-only",
+        help="where to write (default: in the run directory, see docs/export.md); required if the run is unfinished, "
+        "still written or read-only",
     )
     parser.add_argument(
         "--force",
         action="store_true",
-        help="overwrite FILE if it exists (the run directory's own export is always made anew)",
+        help="overwrite FILE if it exists (an export in the run directory is always replaced)",
     )
     _add_scores(parser)
     buffer.add_selection(parser)
@@ -396,10 +396,13 @@ def _show(options: argparse.Namespace) -> int:
 
 _RUN_COMMANDS = {
     "status": Command(
-        "show what a run directory holds, also while it is written", _status, _add_status, is_silent=True
+        "say how far a run is: rollouts done and failed, causes, mean reward",
+        _status,
+        _add_status,
+        is_silent=True,
     ),
     "validate": Command(
-        "read every byte of a run directory and say whether it is sound",
+        "check every byte of a run directory; --repair mends it from intact copies",
         _validate,
         _add_validate,
         is_silent=True,
@@ -408,7 +411,10 @@ _RUN_COMMANDS = {
         "write the trajectories of a run or a buffer in another format", _export, _add_export, is_silent=True
     ),
     "merge": Command(
-        "make one run directory of all shards of a run (generation.shard)", _merge, _add_merge, is_silent=True
+        "merge all shards of a run (generation.shard) into one run directory",
+        _merge,
+        _add_merge,
+        is_silent=True,
     ),
     "show": Command("show one trajectory: messages, reward, masks", _show, _add_show, is_silent=True),
     "eval": Command(
@@ -419,26 +425,26 @@ _RUN_COMMANDS = {
         is_silent=True,
     ),
     "score": Command(
-        "score a run's rollouts anew, by another reward, without generating",
+        "score finished rollouts by another reward, without generating",
         scoring.run,
         scoring.add_arguments,
         scoring.EPILOG,
     ),
     "select": Command(
-        "take the prompt rows whose rollouts went a certain way, for the next training",
+        "select prompts by the results of their rollouts (pass rate, …), for the next training",
         selection.run,
         selection.add_arguments,
         selection.EPILOG,
         is_silent=True,
     ),
     "annotate": Command(
-        "ask a model for its log-probs of a run's tokens, without generating",
+        "store a model's log-probs of a run's tokens (a stream), without generating",
         annotate.run,
         annotate.add_arguments,
         annotate.EPILOG,
     ),
     "audit": Command(
-        "say how far a run's log-probs are from those of a stream",
+        "compare a run's log-probs with those that annotate stored",
         audit.run,
         audit.add_arguments,
         audit.EPILOG,

@@ -335,14 +335,14 @@ def buffer_address(place: Path) -> str | None:
 
 def add_selection(parser: argparse.ArgumentParser) -> None:
     """Options that choose from a buffer's groups."""
-    group = parser.add_argument_group("of a buffer", "DIR may be its folder, or the URL of its server")
-    text = "of a buffer, only groups in this state (default: all)"
+    group = parser.add_argument_group("buffers", "DIR is the buffer's folder, or the URL of its server")
+    text = "only groups in this state (default: all)"
     group.add_argument("--state", choices=STATES, help=text)
-    group.add_argument("--job", metavar="ID", help="of a buffer, only groups of this job")
+    group.add_argument("--job", metavar="ID", help="only groups of this job (default: all)")
 
 
 COMMAND = Command(
-    "a durable rollout buffer over HTTP: items in, finished groups out",
+    "a durable rollout buffer over HTTP: items in, complete groups out",
     commands={
         "serve": Command(
             "serve a buffer, by slime's routes and its own", serve, _add_serve, EXAMPLES + SERVE_CODES

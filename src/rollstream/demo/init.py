@@ -39,6 +39,4 @@ def write_files(folder: Path) -> None:
         raise ConfigError(f"cannot write into {folder}: {error.strerror}") from error
 
 
-COMMAND = Command(
-    "write a configuration, prompts and a reward file that run as they are written", run, add_arguments
-)
+COMMAND = Command("write an example: a configuration, prompts and a reward", run, add_arguments)

@@ -208,4 +208,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("copies", type=Path, metavar="COPIES", help="a folder of this machine, from which servers load")
 
 
-COMMAND = Command("keep a copy of a trainer's weights beside servers, by files", _run, _add_arguments)
+COMMAND = Command(
+    "copy a trainer's weight updates to servers of another cluster, by files", _run, _add_arguments
+)

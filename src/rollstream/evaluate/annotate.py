@@ -18,12 +18,12 @@ examples:
   rollstream annotate outputs/run --same                                  the run's own model, into streams/same.parquet
   rollstream annotate outputs/run --name teacher --model Qwen/Qwen3-8B    a model that is loaded here
   rollstream annotate outputs/run --name teacher --server http://gpu:8000 SGLang, vLLM or `rollstream serve`
-  rollstream annotate outputs/run --list                                  what there is
+  rollstream annotate outputs/run --list                                  the stored streams
 
-Nothing is generated, and what the run recorded stays. The same command goes on where it was stopped, and asks for what
-the run has finished since.
+A stream is a number for each stored token. The run itself stays as it is. The same command continues a pass that was
+stopped, also with rollouts finished since.
 
-exit codes: 0 done; 1 it failed on every rollout, the engine stayed away, or damage was found; 2 wrong usage.
+exit codes: 0 done; 1 all rollouts failed, the engine was lost, or damage was found; 2 wrong usage.
 docs/audit.md
 """
 
@@ -35,12 +35,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `annotate`."""
     parser.add_argument("run_dir", type=Path, metavar="DIR")
     who = parser.add_mutually_exclusive_group(required=True)
-    who.add_argument("--model", metavar="M", help="folder or hub name of a model that is loaded here")
-    who.add_argument("--server", metavar="URL", action="append", help="a server; several of one model: again")
-    who.add_argument("--same", action="store_true", help="the run's own model, where no servers made it")
-    who.add_argument("--list", action="store_true", help="the streams that there are")
-    parser.add_argument("--name", help="of the stream (default with --same: same)")
-    parser.add_argument("--engine", help="openvino or hf for a model; sglang or vllm (default: found out)")
+    who.add_argument("--model", metavar="M", help="folder or hub name of a model to load here")
+    who.add_argument(
+        "--server", metavar="URL", action="append", help="URL of a server with the model; may be repeated"
+    )
+    who.add_argument(
+        "--same", action="store_true", help="the run's own model (for a run by servers: --server)"
+    )
+    who.add_argument("--list", action="store_true", help="list the stored streams")
+    parser.add_argument("--name", help="name of the stream: streams/NAME.parquet (default with --same: same)")
+    parser.add_argument(
+        "--engine", help="openvino or hf for --model, sglang or vllm for --server (default: found out)"
+    )
     parser.add_argument(
         "--engine-kwargs",
         nargs="+",
@@ -56,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="K",
-        help="of each place the K likeliest ids, too (not by openvino)",
+        help="also store the K likeliest ids of each position (not with openvino)",
     )
-    parser.add_argument("--retry-failed", action="store_true", help="ask again for those that failed")
+    parser.add_argument("--retry-failed", action="store_true", help="try rollouts again that failed")
     parser.add_argument("--json", action="store_true")
 
 

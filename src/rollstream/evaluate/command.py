@@ -17,7 +17,7 @@ EPILOG = """\
 examples:
   rollstream eval outputs/demo                          mean reward, pass@k, rates
   rollstream eval outputs/demo --by data_source         the same for each source
-  rollstream eval outputs/before outputs/after          both, and paired by prompt
+  rollstream eval outputs/before outputs/after          both, compared prompt by prompt
   rollstream eval outputs/checkpoints --format md       a table over all runs of a folder
   rollstream eval outputs/after --min-mean 0.6 --no-worse-than outputs/before
 
@@ -49,17 +49,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by",
         metavar="COLUMN",
-        help="figures for each value of it: data_source, finish_reason, extra_info.level",
+        help="figures for each value of a column, such as data_source, finish_reason, extra_info.level",
     )
     parser.add_argument(
-        "--k", type=int, nargs="+", metavar="K", help="of pass@k and pass^k (default: 1, 2, 4, … and n)"
+        "--k",
+        type=int,
+        nargs="+",
+        metavar="K",
+        help="values of k for pass@k and pass^k (default: 1, 2, 4, … and n)",
     )
     add_reading(parser)
     parser.add_argument(
         "--missing-as",
         type=_finite,
         metavar="REWARD",
-        help="rollouts that failed or were not scored count with this reward (default: they do not count)",
+        help="count failed and unscored rollouts with this reward (default: leave them out)",
     )
     parser.add_argument(
         "--min-mean", type=_finite, metavar="X", help="exit code 1 if a mean reward is below X"
@@ -68,13 +72,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-worse-than",
         type=Path,
         metavar="RUN",
-        help="compare with this run; exit code 1 if one is worse than it by more than luck",
+        help="compare with this run; exit code 1 if a run is worse by more than luck (whole 95 %% interval below 0)",
     )
     parser.add_argument(
         "--margin",
         type=_margin,
         metavar="M",
-        help="with --no-worse-than: exit code 1 unless it is shown that at most M was lost",
+        help="with --no-worse-than: exit code 1 unless the whole interval is above -M",
     )
     parser.add_argument("--format", choices=["text", "md", "json"], default="text")
     parser.add_argument("--json", action="store_const", const="json", dest="format", help="as --format json")
@@ -90,7 +94,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
         type=_finite,
         default=0.5,
         metavar="X",
-        help="a reward from here on counts as solved (default: %(default)s)",
+        help="a reward of X or more counts as solved (default: %(default)s)",
     )
 
 

@@ -25,7 +25,7 @@ examples:
       --control control.jsonl --not-in test.jsonl
 
 columns of --where, over the rollouts of a prompt: pass_rate, mean_reward, std_reward, rollouts, failed, unscored,
-truncated (a share), tokens and turns (means), data_source. Its language is that of the page's filters: docs/view.md
+truncated (a share), tokens and turns (means), data_source. Syntax of filters: docs/view.md
 
 exit codes: 0 done; 1 no row was chosen; 2 wrong usage. docs/evaluate.md
 """
@@ -35,33 +35,39 @@ _WORD: Final = re.compile(r"\w+")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `select`."""
-    parser.add_argument("runs", type=Path, nargs="+", metavar="DIR", help="as for `rollstream eval`")
-    parser.add_argument("--where", required=True, metavar="FILTER", help="which prompts to take")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON Lines to write")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="DIR", help="runs, as for `rollstream eval`")
+    parser.add_argument(
+        "--where", required=True, metavar="FILTER", help="which prompts to take, by the columns below"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON Lines file to write")
     rows = parser.add_mutually_exclusive_group(required=True)
     rows.add_argument(
-        "--prompts", action="append", metavar="FILE", help="the runs' prompt rows; may stand several times"
+        "--prompts", action="append", metavar="FILE", help="file of the runs' prompt rows; may be repeated"
     )
-    rows.add_argument("--config", type=Path, metavar="FILE", help="a configuration that names them, or tasks")
-    parser.add_argument(
-        "--prompt-key", metavar="NAME", help="the rows' column with the prompt (default: prompt)"
+    rows.add_argument(
+        "--config", type=Path, metavar="FILE", help="configuration of the runs, instead of --prompts"
     )
+    parser.add_argument("--prompt-key", metavar="NAME", help="column with the prompt (default: prompt)")
     parser.add_argument(
         "--control",
         type=Path,
         metavar="FILE",
-        help="as many rows drawn at random from all that the runs have",
+        help="also write as many random rows of the runs, for comparison",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of that draw (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --control (default: %(default)s)")
     parser.add_argument(
         "--not-in",
         action="append",
         default=[],
         metavar="FILE",
-        help="leave out rows that share a run of words with a prompt of this file, as of a test set",
+        help="leave out rows that share --ngram successive words with a prompt of FILE (a test set); may be repeated",
     )
     parser.add_argument(
-        "--ngram", type=int, default=13, metavar="N", help="so many words (default: %(default)s)"
+        "--ngram",
+        type=int,
+        default=13,
+        metavar="N",
+        help="successive words for --not-in (default: %(default)s)",
     )
     add_reading(parser)
     parser.add_argument("--force", action="store_true", help="overwrite files that exist")

@@ -23,13 +23,13 @@ examples:
   rollstream generate --model MODEL --prompts prompts.parquet -n 4 --reward reward.py --temperature 0.8 \\
       --output outputs/run1
   rollstream generate --model MODEL --engine vllm --server http://127.0.0.1:8000 --prompts prompts.parquet
-  rollstream generate --config outputs/run1/config.yaml          the same run again: it resumes
+  rollstream generate --config outputs/run1/config.yaml          resumes this run
   rollstream generate --config outputs/run1/config.yaml --dry-run
 
-exit codes: 0 done (also when damage was found at the start and made good: that is a warning);
+exit codes: 0 done (also if damage was found and repaired at the start, with a warning);
 1 finished with more failed or unscored rollouts than generation.max_failed_share, or stopped by a lost
 engine, a full disk or damage found while merging; 2 wrong usage or configuration, or a run directory that
-cannot be used; 129/130/143 stopped by a signal: the same command continues.
+cannot be used; 129/130/143 stopped by a signal: the same command resumes.
 """
 
 
@@ -40,37 +40,52 @@ _SHORT: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
         "folder or hub name of the model; demo: the one that comes with rollstream",
         {},
     ),
-    ("--prompts", "data.train_files", "a file of prompts; may stand several times", {"action": "append"}),
+    (
+        "--prompts",
+        "data.train_files",
+        "a file of prompts; may be repeated",
+        {"action": "append", "metavar": "FILE"},
+    ),
     (
         "--server",
         "actor_rollout_ref.rollout.server_urls",
-        "URL of a server that runs; may stand several times",
+        "URL of a running server; may be repeated",
         {"action": "append", "metavar": "URL"},
     ),
     (
         "--engine",
         "actor_rollout_ref.rollout.name",
-        "openvino, hf, sglang, vllm, openai; default: finds out",
+        "openvino, hf, sglang, vllm, openai; default: by model and machine",
         {"metavar": "NAME"},
     ),
     (
         "--temperature",
         "actor_rollout_ref.rollout.temperature",
-        "of sampling; default 1",
+        "sampling temperature; default 1",
         {"type": float, "metavar": "T"},
     ),
     (
         "--max-tokens",
         "actor_rollout_ref.rollout.response_length",
-        "tokens of a response at most; default 512",
+        "most tokens of a response; default 512",
         {"type": int, "metavar": "N"},
     ),
-    ("-n", "actor_rollout_ref.rollout.n", "rollouts per prompt", {"type": int, "metavar": "N"}),
-    ("--reward", "custom_reward_function.path", "a Python file with compute_score", {"metavar": "FILE"}),
+    (
+        "-n",
+        "actor_rollout_ref.rollout.n",
+        "rollouts per prompt; default 1, for demo 4",
+        {"type": int, "metavar": "N"},
+    ),
+    (
+        "--reward",
+        "custom_reward_function.path",
+        "a Python file with a function compute_score",
+        {"metavar": "FILE"},
+    ),
     (
         "--output",
         "trainer.default_local_dir",
-        "the run directory; default outputs/rollstream/generation, of demo outputs/demo",
+        "run directory; default outputs/rollstream/generation, for demo outputs/demo",
         {"metavar": "DIR"},
     ),
 )
@@ -92,7 +107,9 @@ def _short_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options and words of `generate`; words and options may stand in any order, see `parse`."""
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, in Hydra's grammar")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings, in Hydra's grammar (all: --help-config)"
+    )
     for flag, key, text, more in _SHORT:
         more = {"metavar": flag.removeprefix("--").upper(), **more}
         parser.add_argument(flag, dest=key, help=f"{text} ({key})", **more)
@@ -102,25 +119,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="a YAML file laid over the defaults; several lie over one another in their order",
+        help="a YAML file of settings; may be repeated: later files win",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="resolve everything (data, tokenizer, engine, identity) without generating",
+        help="check everything (data, tokenizer, engine, identity) without generating",
     )
     parser.add_argument(
         "--show-config", action="store_true", help="print the resolved configuration and exit"
     )
     # As Hydra has it, whose users look for it; what is printed is always resolved.
     parser.add_argument(
-        "-c", "--cfg", dest="show_config", type=_job, metavar="job", help="job: as --show-config"
+        "-c", "--cfg", dest="show_config", type=_job, metavar="job", help="as --show-config (Hydra's option)"
     )
     parser.add_argument("--resolve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--help-config", action="store_true", help="print every key with its default and meaning, and exit"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
 
 
 def _job(word: str) -> str:
@@ -172,7 +189,7 @@ def run_demo(options: argparse.Namespace) -> int:
     return run(options, [demo, {"actor_rollout_ref": {"model": {"path": str(MODEL_PATH)}}}])
 
 
-GENERATE = Command("generate trajectories for every prompt of a dataset", run, add_arguments, EPILOG)
+GENERATE = Command("generate n rollouts of every prompt of a dataset, or resume", run, add_arguments, EPILOG)
 
 DEMO = Command(
     "generate with the shipped model, task and reward: 256 rollouts into outputs/demo",

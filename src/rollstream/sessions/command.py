@@ -77,10 +77,10 @@ def serve(options: argparse.Namespace) -> int:
 
 
 COMMAND = Command(
-    "the gateway: agent programs call the run's engine, and become exact-token trajectories",
+    "a capture proxy for agents: their chat calls become exact-token trajectories",
     commands={
         "serve": Command(
-            "serve addresses to agent programs on other machines, and store their sessions as trajectories",
+            "answer agent programs that run elsewhere, and store their sessions as trajectories",
             serve,
             _add_arguments,
             EPILOG,

@@ -15,7 +15,7 @@ from rollstream.evaluate.command import add_reading
 
 EPILOG = """\
 examples:
-  rollstream view outputs/demo                  one run, also while it is written
+  rollstream view outputs/demo                  one run, finished or running
   rollstream view outputs                       all runs in a folder
   rollstream view outputs/a outputs/b --open    two runs, to compare them
   rollstream view trajectories.parquet http://127.0.0.1:8889
@@ -38,28 +38,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "places",
         nargs="+",
         metavar="DIR",
-        help="run, folder of runs, Parquet file, buffer (folder or URL), trainer",
+        help="run, folder of runs, Parquet file, buffer (folder or URL), output folder of a trainer",
     )
     parser.add_argument(
         "--port",
         type=int,
-        help=f"0 takes a free one (default: {DEFAULT_PORT}, or a free one where that is taken)",
+        help=f"0: any free port (default: {DEFAULT_PORT}, or a free one if that is taken)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument(
         "--open",
         action="store_true",
-        help="open the page in a browser (not with a token: others would see it in the process list)",
+        help="open the page in a browser (not with a token: other users would see it in the process list)",
     )
-    parser.add_argument("--token", action="store_true", help="ask for a token also on 127.0.0.1")
+    parser.add_argument("--token", action="store_true", help="require a token on 127.0.0.1, too")
     parser.add_argument(
-        "--allow-host", action="append", default=[], metavar="NAME", help="a further name of this machine"
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name that browsers may call this machine by; may be repeated",
     )
     parser.add_argument(
         "--export",
         type=Path,
         metavar="FILE.html",
-        help="write the page of one run as a file that needs no server, and end",
+        help="write the page of one run to a file that needs no server, and exit",
     )
     add_reading(parser)
     parser.add_argument("--json", action="store_true", help='print {"url", "pid"} when ready')

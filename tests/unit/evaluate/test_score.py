@@ -345,7 +345,7 @@ def test_a_reward_that_fails_on_one_rollout_hurts_no_other(
     assert cause.count == boots and "no boots" in cause.example and cause.index is not None
     words = ["status", str(root), "--scores", report.name]
     assert main(words) == 0 and f"unscored        {boots}: RewardError" in capsys.readouterr().out
-    assert main([*words, "--unscored"]) == 0
+    assert main([*words, "--unscored", "--json"]) == 0
     lines = [orjson.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) == boots and {"index", "repeat", "data_source", "cause"} == set(lines[0])
 

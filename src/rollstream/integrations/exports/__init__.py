@@ -50,15 +50,19 @@ def _inspect(call: ExportCall) -> int:
 
 
 SFT = ExportFormat(
-    "examples for supervised fine-tuning, a line each, none twice",
+    "examples for supervised fine-tuning, a line each, without duplicates",
     "_sft.jsonl",
     _sft,
     {
-        "--best": {"type": int, "metavar": "N", "help": "the N best of each prompt (default: all)"},
-        "--min-reward": {"type": float, "metavar": "X", "help": "only those with at least this reward"},
+        "--best": {
+            "type": int,
+            "metavar": "N",
+            "help": "only the N best rollouts of each prompt (default: all)",
+        },
+        "--min-reward": {"type": float, "metavar": "X", "help": "only rollouts with a reward of X or more"},
         "--tokens": {
             "action": "store_true",
-            "help": "the sampled token ids with a mask, instead of chat messages",
+            "help": "write sampled token ids with a mask instead of messages",
         },
     },
 )
@@ -70,9 +74,13 @@ PREFERENCE = ExportFormat(
     {
         "--pairs": {
             "choices": ["best", "all"],
-            "help": "the best with the worst of each prompt, or all whose rewards differ (default: best)",
+            "help": "best: each prompt's best and worst rollout; all: every two whose rewards differ (default: best)",
         },
-        "--min-margin": {"type": float, "metavar": "X", "help": "rewards differ by at least this"},
+        "--min-margin": {
+            "type": float,
+            "metavar": "X",
+            "help": "only pairs whose rewards differ by X or more",
+        },
     },
 )
 
@@ -83,13 +91,13 @@ HF = ExportFormat(
     {
         "--push": {
             "metavar": "REPO",
-            "help": "upload it to the Hugging Face hub, where you are logged in",
+            "help": "upload it to the Hugging Face hub (log in first)",
         },
-        "--public": {"action": "store_true", "help": "a new REPO is public (default: private)"},
+        "--public": {"action": "store_true", "help": "make a new REPO public (default: private)"},
     },
     _check_folder,
 )
 
-ATIF = ExportFormat("Harbor's interchange format, a trajectory a line", "_atif.jsonl", _atif)
+ATIF = ExportFormat("Harbor's interchange format, one trajectory a line", "_atif.jsonl", _atif)
 
 INSPECT = ExportFormat("a log of inspect_ai", ".eval", _inspect)

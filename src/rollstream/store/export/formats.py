@@ -50,12 +50,12 @@ def _dataproto(call: ExportCall) -> int:
     )
 
 
-PARQUET = ExportFormat("the merged artifact", ".parquet", _parquet)
+PARQUET = ExportFormat("the run's trajectories.parquet", ".parquet", _parquet)
 
-JSONL = ExportFormat("a trajectory a line", ".jsonl", _jsonl)
+JSONL = ExportFormat("one trajectory a line", ".jsonl", _jsonl)
 
 ZIP = ExportFormat(
-    "trajectories.zip: the merged artifact and checkpoint.json",
+    "trajectories.parquet and checkpoint.json in a zip",
     ".zip",
     _zip,
     {
@@ -76,24 +76,28 @@ DATAPROTO = ExportFormat(
     {
         "--unscored": {
             "choices": ["error", "keep", "drop"],
-            "help": "when some rows have no reward: keep all without rm_scores, or drop those (default: error)",
+            "help": "if some rows have no reward: stop, keep all without rm_scores, or drop those (default: error)",
         },
         "--max-rows-per-file": {
             "type": int,
             "metavar": "N",
-            "help": "FILE-00000-of-00004.pkl and so on, of N rows",
+            "help": "write several files of N rows: FILE-00000-of-00004.pkl and so on",
         },
-        "--prompt-width": {"type": int, "metavar": "N", "help": "tokens (default: of the longest prompt)"},
+        "--prompt-width": {
+            "type": int,
+            "metavar": "N",
+            "help": "pad prompts to N tokens (default: the longest)",
+        },
         "--response-width": {
             "type": int,
             "metavar": "N",
-            "help": "tokens (default: of the longest response)",
+            "help": "pad responses to N tokens (default: the longest)",
         },
         "--pad-token-id": {"type": int, "metavar": "ID", "help": "default: that of the run's tokenizer"},
         "--config": {
             "type": Path,
             "metavar": "FILE",
-            "help": "for rows with images: the configuration whose model and prompt rows they are read with",
+            "help": "configuration with model and prompt rows; needed to read images",
         },
     },
 )
