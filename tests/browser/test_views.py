@@ -28,6 +28,9 @@ VIEWS = {
     "json": ("run/agent/trajectory/9?tab=json", ".text.code"),
     "comparison": ("compare/agent/second", ".shown .row a"),
     "prompt of two runs": ("compare/agent/second?index_a=2&index_b=2", ".rollout"),
+    "overview of long names": ("run/hostile", ".solve a"),
+    "list of long names": ("run/hostile/rows", ".shown .row a"),
+    "conversation of long names": ("run/hostile/trajectory/0", ".message"),
     "training": ("training/training?step=3", ".uplot canvas"),
     "trainings": ("trainings/trained/training", ".uplot canvas"),
 }
@@ -133,6 +136,10 @@ def test_list_scrolls_to_its_end_and_a_row_opens_by_keys(visit: Visit, ids: dict
     expect(page.locator(".row.picked")).to_have_attribute("aria-rowindex", "20001")
     expect(page.locator(".row.picked a")).to_have_text("2499")
     assert page.locator(".shown .row").count() < 100
+    page.keyboard.press("PageUp")
+    page.keyboard.press("PageUp")  # within what is loaded
+    expect(page.locator(".shown .row").first).to_contain_text("Question 24")
+    page.keyboard.press("End")
     page.keyboard.press("Enter")
     expect(page.locator("h1")).to_have_text("Prompt 2499, repeat 7")
     page.keyboard.press("k")

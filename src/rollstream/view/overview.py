@@ -277,6 +277,6 @@ def _timeline(rows: RunColumns, final: Array) -> dict[str, Any] | None:
         return np.bincount(at, weights=weights, minlength=_STEPS)
 
     finished, tokens = count(ends), count(ends, rows["sampled"][known])
-    in_flight = np.cumsum(count(begins)) - np.cumsum(finished) + finished
+    in_flight = np.cumsum(count(begins)) - np.cumsum(finished)  # at the end of each step
     curves = {"in_flight": in_flight, "finished": finished, "tokens": tokens}
     return {"start": start, "step_s": step, **{name: values.tolist() for name, values in curves.items()}}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rollstream.evaluate import read_runs, summarize
 from rollstream.store.columns import RunColumns
 from rollstream.store.run import Run
+from rollstream.trajectory import Metrics
 from rollstream.view.overview import compare, edges, group_figures, mean_interval, overview
 from tests.support.view_runs import rollout, write_run
 
@@ -139,6 +140,16 @@ def test_rewards_that_failed_are_counted_by_their_cause(tmp_path: Path) -> None:
     columns.refresh()
     said = overview(columns, group_figures(columns), 0.5)
     assert said["reward_failures"] == {"KeyError: N": 3}
+
+
+def test_two_at_a_time_are_never_more_in_flight(tmp_path: Path) -> None:
+    records = [rollout(at, 0, metrics=Metrics(total_s=1.0)) for at in range(6)]
+    for at, record in enumerate(records):
+        record.finished_at = 1001.0 + at // 2
+    columns = RunColumns([Run.open(write_run(tmp_path / "run", records, n=1))])
+    columns.refresh()
+    timeline = overview(columns, group_figures(columns), 0.5)["timeline"]
+    assert max(timeline["in_flight"]) == 2 and sum(timeline["finished"]) == 6
 
 
 @pytest.mark.parametrize("high", [1e308, 1.7976931348623157e308])

@@ -41,24 +41,26 @@ function tableColumns(names, known) {
 
 /** `(row, name) => text`: texts of the rows that are on the screen; undefined until they have come. */
 function useTexts(id, of) {
-  const it = useRef({ of: null }).current;
+  const it = useRef({ of: null, timer: 0 }).current;
   const [, redraw] = useState(0);
   if (it.of !== of) Object.assign(it, { of, found: new Map(), wanted: new Set() });
-  useEffect(() => {
-    if (!it.wanted.size) return undefined;
-    const stop = new AbortController();
-    const timer = setTimeout(() => {
-      const rows = [...it.wanted].slice(-200);
-      it.wanted.clear();
-      getJSON(`/api/runs/${segment(id)}/texts`, { rows: rows.join(",") }, { signal: stop.signal }).then(({ texts }) => {
-        for (const row of rows) it.found.set(row, texts[row] || {});
-        redraw((n) => n + 1);
-      }, () => {});
-    }, 60);
-    return () => { clearTimeout(timer); stop.abort(); };
-  });
+  useEffect(() => () => clearTimeout(it.timer), []);
+  const ask = () => {
+    const { found, wanted } = it;
+    const rows = [...wanted].slice(-200);
+    it.timer = 0;
+    wanted.clear();
+    getJSON(`/api/runs/${segment(id)}/texts`, { rows: rows.join(",") }).then(({ texts }) => {
+      for (const row of rows) found.set(row, texts[row] || {});
+      redraw((n) => n + 1);
+    }, () => { for (const row of rows) found.delete(row); }); // asked for again when they are drawn again
+    for (const row of rows) found.set(row, undefined); // asked for
+  };
   return (row, name) => {
-    if (!it.found.has(row)) it.wanted.add(row);
+    if (!it.found.has(row)) {
+      it.wanted.add(row);
+      it.timer ||= setTimeout(ask, 60);
+    }
     return it.found.get(row)?.[name];
   };
 }

@@ -18,7 +18,7 @@ export function RunTabs({ id, at }) {
     href=${to(["run", id, ...path])} aria-current=${at === name ? "page" : undefined}>${title}</a>`)}</nav>`;
 }
 
-const TITLES = { reward: "Reward", tokens: "Length of the response, tokens", turns: "Turns, the prompt counted" };
+const TITLES = { reward: "Reward", tokens: "Length, tokens", turns: "Turns, with prompt" };
 
 function Histogram({ id, name, data, base }) {
   const [source, setSource] = useState("");
@@ -40,7 +40,7 @@ function Histogram({ id, name, data, base }) {
   return html`<div class="panel"><div class="line"><h2>${TITLES[name] || name}</h2>
     ${sources.length > 1 && html`<select aria-label="data source" value=${source}
       onChange=${(event) => setSource(event.target.value)}>
-      <option value="">all data sources</option>${sources.map((it) =>
+      <option value="">all sources</option>${sources.map((it) =>
         html`<option key=${it} value=${it}>${visible(it)}</option>`)}</select>`}
     ${data.truncated?.some((n) => n > 0) && html`<a class="legend"
       href=${to(["run", id, "rows"], { filter: both("finish_reason = length", base) })}>
@@ -48,7 +48,7 @@ function Histogram({ id, name, data, base }) {
     ${filled.length === 1 && edges[filled[0] + 1] - edges[filled[0]] <= 1
       ? html`<p><a href=${bars[filled[0]].href}>All ${count(counts[filled[0]])}</a> have ${
         figure(edges[filled[0]])}.</p>` : counts.length ? html`<${Bars} bars=${bars} label=${TITLES[name] || name} from=${figure(edges[0])}
-      until=${figure(edges.at(-1))} />`
+      until=${figure(edges.at(-2))} />`
       : html`<p class="muted">No values.</p>`}</div>`;
 }
 
@@ -206,7 +206,7 @@ export function Run({ id, query }) {
   const time = run.time || {};
   const line = run.timeline;
   const steps = line ? line.finished.map((_, at) => line.start + at * line.step_s) : [];
-  const active = line?.in_flight.filter((n) => n > 0).length * line?.step_s;
+  const active = line?.in_flight.filter((n, at) => n > 0 || line.finished[at] > 0).length * line?.step_s;
   const rate = (values) => values && values.reduce((sum, n) => sum + n, 0) / active;
   const finished = (at) => go(rows({ filter: between("finished_at", steps[at], steps[at] + line.step_s, false) }));
   const fact = (title, body, href) => html`<div><dt>${title}</dt><dd>${href ? html`<a href=${href}>${body}</a>`
@@ -267,7 +267,7 @@ export function Run({ id, query }) {
             href: sorted(name) }))} /></div>
       ${steps.length > 1 && html`<div class="panel wide" id="timeline">
         <h2>Over time <span class="muted">a click leads to the rollouts that finished then</span></h2>
-        ${[["in flight", line.in_flight, 1], ["rollouts finished per second", line.finished, line.step_s],
+        ${[[run.state === "running" ? "in flight, of those that have finished" : "in flight", line.in_flight, 1], ["rollouts finished per second", line.finished, line.step_s],
           ["tokens per second", line.tokens, line.step_s]]
           .map(([name, values, by]) => values && html`<${Curves} key=${name} x=${steps} time=${true} title=${name}
             sync=${id} height=${130} onPick=${finished}
@@ -280,10 +280,10 @@ export function Run({ id, query }) {
 const FAILED = [
   { name: "index", title: "prompt", number: true, width: "80px", show: (it) => String(it.index) },
   { name: "repeat", title: "repeat", number: true, width: "70px", show: (it) => String(it.repeat) },
-  { name: "stage", title: "stage", width: "110px", show: (it) => visible(it.stage || "") },
-  { name: "attempts", title: "attempts", number: true, width: "80px", show: (it) => count(it.attempts) },
+  { name: "error", title: "error", width: "minmax(200px, 1fr)", show: (it) => visible(it.error || "") },
+  { name: "stage", title: "stage", width: "90px", show: (it) => visible(it.stage || "") },
+  { name: "attempts", title: "attempts", number: true, width: "90px", show: (it) => count(it.attempts) },
   { name: "failed_at", title: "at", width: "160px", show: (it) => moment(it.failed_at) },
-  { name: "error", title: "error", width: "minmax(400px, 1fr)", show: (it) => visible(it.error || "") },
 ].map((column) => ({ ...column, sortable: false }));
 
 /** The rollouts that failed, of one cause or of all. */
