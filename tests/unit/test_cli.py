@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import orjson
 import pytest
+from omegaconf import OmegaConf
 
 from rollstream.cli import build_parser, main
 from rollstream.command_line import parse
@@ -88,6 +89,14 @@ def test_short_flags_are_names_of_keys(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(words) == 2
     assert "5000 prompts and actor_rollout_ref.rollout.n=1000000000" in (said := capsys.readouterr().err)
     assert "needs 15,000 GB of memory; this machine has" in said
+
+
+def test_a_command_of_an_agent_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--agent", "python 'my agent.py'", "-n", "2", "--show-config"]) == 0
+    shown = OmegaConf.create(capsys.readouterr().out)
+    assert shown.gateway.command == ["python", "my agent.py"]
+    rollout = shown.actor_rollout_ref.rollout
+    assert (rollout.agent.default_agent_loop, rollout.n) == ("command_agent", 2)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ the others are loaded finds `main` already there to answer it. What the command 
 import argparse
 import os
 import platform
+import shlex
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ examples:
   rollstream generate --model MODEL --prompts prompts.parquet -n 4 --reward reward.py --temperature 0.8 \\
       --output outputs/run1
   rollstream generate --model MODEL --engine vllm --server http://127.0.0.1:8000 --prompts prompts.parquet
+  rollstream generate --model MODEL --prompts prompts.parquet --agent 'python my_agent.py'
   rollstream generate --config outputs/run1/config.yaml          resumes this run
   rollstream generate --config outputs/run1/config.yaml --dry-run
 
@@ -71,6 +73,12 @@ _SHORT: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
         {"type": int, "metavar": "N"},
     ),
     (
+        "--agent",
+        "gateway.command",
+        "command of an agent program, run by the loop command_agent",
+        {"type": shlex.split, "metavar": "COMMAND"},
+    ),
+    (
         "-n",
         "actor_rollout_ref.rollout.n",
         "rollouts per prompt; default 1, for demo 4",
@@ -102,6 +110,9 @@ def _short_settings(options: argparse.Namespace) -> dict[str, Any]:
             for parent in parents:
                 branch = branch.setdefault(parent, {})
             branch[name] = value
+    if "gateway" in tree:
+        agent = {"default_agent_loop": "command_agent"}
+        tree.setdefault("actor_rollout_ref", {}).setdefault("rollout", {})["agent"] = agent
     return tree
 
 
