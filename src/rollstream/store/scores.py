@@ -237,15 +237,16 @@ class _Judged:
         groups = {
             one: self._rewards.decode(self._notes[one]).rewards for one in {*index} & self._notes.keys()
         }
-        rewards, extras, known = list[float | None](), list[str](), np.zeros(len(table), bool)
+        rewards, known = np.full(len(table), np.nan), np.zeros(len(table), bool)
+        extras = ["{}"] * len(table)
         for at, key in enumerate(zip(index, repeat, strict=True)):
             when, given = groups.get(key[0], {}).get(key[1], (None, []))
-            known[at] = when == finished[at] and trajectory[at] < len(given)
-            reward, extra = given[trajectory[at]] if known[at] else (None, "{}")
-            rewards.append(reward)
-            extras.append(extra)
+            if when == finished[at] and trajectory[at] < len(given):
+                reward, extras[at] = given[trajectory[at]]
+                rewards[at], known[at] = np.nan if reward is None else reward, True
         if "reward" in table.column_names:
-            table = _replaced(table, "reward", known, pa.array(rewards, pa.float64()), keeps_recorded=True)
+            column = to_arrow(np.nan_to_num(rewards), ~np.isnan(rewards))
+            table = _replaced(table, "reward", known, column, keeps_recorded=True)
         if "reward_extra" in table.column_names:
             table = _replaced(table, "reward_extra", known, to_arrow_texts(extras), keeps_recorded=True)
         return table
