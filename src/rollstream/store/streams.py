@@ -14,6 +14,7 @@ What a reward says of turns and tokens is no file of its own: it stands in `rewa
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollstream.errors import RunDirectoryError
+from rollstream.errors import DamageError, RunDirectoryError
 from rollstream.store.arrow import column_values, to_arrow
 from rollstream.store.batch import SCHEMA, DamagedFileError, check_size, reading
 from rollstream.store.journal import write_file_durably
@@ -107,9 +108,12 @@ def note_streams(root: Path, streams: Mapping[str, Mapping[str, Any]]) -> None:
     """Says who makes streams of which the rollouts themselves have the values; and who made them before."""
     for name, made in streams.items():
         own_stream(root, name).parent.mkdir(exist_ok=True)
-        before = Stream(root, name).made["model"].split("; ") if own_stream(root, name).exists() else []
-        models = "; ".join(dict.fromkeys([*before, made["model"]]))
-        write_file_durably(own_stream(root, name), orjson.dumps({**made, "model": models}))
+        before: Any = None
+        with suppress(DamageError):  # it is written anew
+            before = Stream(root, name).made.get("model") if own_stream(root, name).exists() else None
+        models = [*(before.split("; ") if isinstance(before, str) else []), made["model"]]
+        every = "; ".join(dict.fromkeys(models))
+        write_file_durably(own_stream(root, name), orjson.dumps({**made, "model": every}))
 
 
 def stream_names(root: Path) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from rollstream.cli import main
 from rollstream.rollout.teachers import ERROR, NAME, Teachers
 from rollstream.store.run import Run
-from rollstream.store.streams import Stream, note_streams, stream_names
+from rollstream.store.streams import Stream, note_streams, own_stream, stream_names
 from rollstream.store.validate import validate_run
 from rollstream.testing.stub_faults import Faults
 from rollstream.testing.stub_server import StubModel
@@ -133,3 +133,7 @@ def test_a_store_names_all_its_teachers(tmp_path: Path) -> None:
     for model in ("a", "b", "b", "a"):
         note_streams(tmp_path, {NAME: {"model": model, "engine": "hf"}})
     assert Stream(tmp_path, NAME).made == {"model": "a; b", "engine": "hf"}
+    for damaged in ("", "{}"):  # it keeps no training from going on
+        own_stream(tmp_path, NAME).write_text(damaged)
+        note_streams(tmp_path, {NAME: {"model": "b", "engine": "hf"}})
+        assert Stream(tmp_path, NAME).made["model"] == "b"
