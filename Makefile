@@ -97,6 +97,7 @@ demo-model: .venv/.done
 	touch $@
 
 .venv-demo/.done: pyproject.toml constraints.txt
+	@echo "installing into .venv-demo: some minutes, the first time"
 	$(PYTHON) -m venv .venv-demo
 	.venv-demo/bin/python $(PIP) -e '.[openvino,tasks]'
 	touch $@

@@ -303,7 +303,8 @@ def load_prompts(
     entries = read_sources(data.sources)
     if entries and (data.files or source is not None):
         raise ConfigError(
-            "data.sources has all rows: leave out data.train_files, train_tasks and data.custom_cls"
+            "data.sources has all rows: leave out data.train_files, train_tasks and data.custom_cls, "
+            "or set them to null"
         )
     if source is None and not data.files and not entries:
         raise ConfigError(

@@ -299,7 +299,7 @@ def _notes(report: Report, names: dict[str, str], options: argparse.Namespace) -
     for pair in report["comparisons"]:
         if pair["only_a"] and pair["only_b"] and not pair["prompts"] + pair["unscored"]:
             both = f"{names[pair['run']]} and {names[pair['against']]}"
-            notes.append(f"{both} have no prompt in common: prompts are the same when their content is")
+            notes.append(f"{both} have no prompt in common: rows are compared whole, data_source included")
     if any(run["reward"] is not None and run["reward"]["low"] is None for run in runs):
         notes.append("one prompt alone has no interval")
     partial, scored = (sum(run[name] for run in runs) for name in ("partial", "scored"))

@@ -71,7 +71,9 @@ class PackageTracker(Tracker):
         spec = importlib.util.find_spec(self.package)
         # A folder of that name, as W&B leaves one where it ran, is no package.
         if spec is None or spec.origin is None:
-            raise ConfigError(f"tracker {self.package} is not installed here: {install}")
+            raise ConfigError(
+                f"tracker {self.package} is not installed here: {install}, or leave it out of trainer.logger"
+            )
         try:
             importlib.import_module(self.package)
         except Exception as error:

@@ -219,7 +219,7 @@ export function Run({ id, query }) {
     ${(run.damage || []).map((text) => html`<p class="problem" key=${text}>${visible(text)}</p>`)}
     ${run.error && !run.damage?.length && html`<p class="problem" role="alert">${visible(run.error)}</p>`}
     <dl class="facts">
-      ${fact("model", html`<span title=${run.model}>${visible((run.model || NONE).split("/").at(-1))}</span>`)}
+      ${fact("model", html`<span title=${run.model}>${visible((run.model || NONE).split("/").slice(-2).join("/"))}</span>`)}
       ${["engine", "rollout.temperature"].map((name) => run.settings?.[name] !== undefined
         && fact(name.split(".").at(-1), setting(run.settings[name])))}
       ${fact("prompts × n", run.prompts === null ? NONE : `${count(run.prompts)} × ${run.n ?? "?"}`,

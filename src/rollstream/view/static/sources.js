@@ -118,7 +118,7 @@ export function Sources() {
           <td class="number">${short(source.tokens)}</td>
           <td class="number">${source.prompts === null ? "–" : `${count(source.prompts)} × ${source.n ?? "?"}`}</td>
           <td>${moment(source.started)}</td><td>${source.kind}</td>
-          <td class="model" title=${source.model}>${visible((source.model || "").split("/").at(-1))}</td></tr>`;
+          <td class="model" title=${source.model}>${visible((source.model || "").split("/").slice(-2).join("/"))}</td></tr>`;
       })}</tbody>
     </table></div>
     ${all.length > 0 && sources.length === 0 && html`<p class="muted">None has these words.</p>`}
