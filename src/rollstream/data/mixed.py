@@ -1,6 +1,6 @@
 """`data.sources`: prompt rows of several sources, each with its share, agent loop and tools."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -11,7 +11,7 @@ from msgspec import Meta
 from rollstream.data.row import as_mapping
 from rollstream.data.shares import Shares
 from rollstream.data.sources import RowSource
-from rollstream.data.values import Row
+from rollstream.data.values import BadRow, Row
 from rollstream.errors import ConfigError, unknown_name
 
 SOURCE = "source"
@@ -103,9 +103,10 @@ def chosen_data_sources(entries: Sequence[Any] | None) -> dict[str, str]:
 class SourceRows(RowSource):
     """The rows of a source, marked with what it says of them."""
 
-    def __init__(self, rows: RowSource, source: SourceConfig) -> None:
+    def __init__(self, rows: RowSource, source: SourceConfig, rewarded: Container[str]) -> None:
+        """`rewarded`: the data sources that have the reward of a source."""
         super().__init__(source.name, None, rows.files)
-        self._rows, self._source = rows, source
+        self._rows, self._source, self._rewarded = rows, source, rewarded
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -119,6 +120,10 @@ class SourceRows(RowSource):
             row["agent_name"] = source.agent
         if (data_source := source.chosen_data_source) is not None:
             row["data_source"] = data_source
+        elif isinstance(own := row.get("data_source"), str) and own in self._rewarded:
+            raise BadRow(
+                f"data_source is {own!r}, which has the reward of another source: set data_source of {source.name!r}"
+            )
         if source.tools is not None:
             extra_info = as_mapping(row.get("extra_info"), "extra_info")
             row["extra_info"] = {"tool_selection": source.tools, **extra_info}

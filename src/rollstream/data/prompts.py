@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollstream.config.settings import DataSettings
-from rollstream.data.mixed import SourceConfig, SourceRows, in_shares, read_sources
+from rollstream.data.mixed import SourceConfig, SourceRows, in_shares, read_sources, source_rewards
 from rollstream.data.row import parse_row
 from rollstream.data.row_images import resolve
 from rollstream.data.sources import Concatenated, RowSource, custom_rows, expand_paths, open_source
@@ -312,7 +312,8 @@ def load_prompts(
         )
     parts = list[tuple[SourceConfig, int]]()
     if entries:
-        mixed = [SourceRows(_open_files(entry.files, data), entry) for entry in entries]
+        rewarded = source_rewards(data.sources)
+        mixed = [SourceRows(_open_files(entry.files, data), entry, rewarded) for entry in entries]
         source, parts = (
             Concatenated(mixed),
             [(one, len(rows)) for one, rows in zip(entries, mixed, strict=True)],

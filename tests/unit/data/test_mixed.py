@@ -14,7 +14,7 @@ from rollstream.config.load import compose, to_settings, to_stored_yaml
 from rollstream.data.prompts import PromptDataset, load_prompts
 from rollstream.data.task_cache import resolve_tasks_into_config
 from rollstream.demo import MODEL_PATH
-from rollstream.errors import ConfigError
+from rollstream.errors import ConfigError, DataError
 from rollstream.generation.plan import resolve
 from rollstream.generation.run import run_generation
 from rollstream.integrations.configured_groups import ConfiguredGroups
@@ -178,6 +178,15 @@ def test_a_source_has_a_reward_of_its_own(tmp_path: Path, processes: int) -> Non
     sources[0]["reward"] = {"path": str(first), "name": "of_group"}
     with pytest.raises(ConfigError, match="solution_strs"):
         generate(*changed)
+
+
+def test_the_reward_of_a_source_scores_no_other_source(tmp_path: Path) -> None:
+    rewarded = {"name": "math", "train_files": write(tmp_path / "math.jsonl", 1), "reward": "first.py"}
+    other = {"name": "more", "train_files": write(tmp_path / "more.jsonl", 1, data_source="math")}
+    with pytest.raises(DataError, match="of another source"):
+        load([rewarded, other]).row(1)
+    found = load([rewarded, {**other, "data_source": "sums"}])
+    assert [found.row(at).data_source for at in range(2)] == ["math", "sums"]
 
 
 def test_other_rows_beside_them_are_refused(tmp_path: Path, sources: list[dict[str, Any]]) -> None:
