@@ -96,7 +96,7 @@ def train(
     *,
     dataset: Any = None,
     **changed: Any,
-) -> None:
+) -> list[dict[str, Any]]:
     """Trains, prints the mean reward of each tenth of the steps, and draws it.
 
     No prompt comes twice, so that each reward is one on prompts that were not trained on.
@@ -108,6 +108,9 @@ def train(
         environment: made with a folder for temporary files.
         dataset: prompt rows; None: the environment's.
         changed: settings of `GRPOEnvConfig`.
+
+    Returns:
+        what was logged of each step.
     """
     logging.getLogger("rollstream").setLevel(logging.ERROR)  # of a learner some calls of tools are malformed
     tenths = Tenths(max(1, options.steps // 10))
@@ -125,6 +128,7 @@ def train(
         trainer.train()
     if options.curve:
         draw_curves(options.curve, {"GRPO": tenths.curve}, "reward, on new prompts")
+    return [entry for entry in trainer.state.log_history if "reward" in entry]
 
 
 class Tenths(TrainerCallback):

@@ -15,7 +15,7 @@ from rollstream.store.records import RecordCodec
 from rollstream.store.run import Run
 from rollstream.store.turns import TurnFiles
 from rollstream.testing.stub_faults import Latency
-from rollstream.trajectory import RolloutKey
+from rollstream.trajectory import CALL_TIMES, RolloutKey
 from tests.faults.runs import Runner, overrides, run_to_end, stub_in_thread, write_prompts
 from tests.integration.test_agents import FUNCTION
 from tests.support.forward import demo_module, logprobs_under
@@ -146,6 +146,8 @@ def test_kills_cost_no_turn_that_was_finished(
     )
     for run in (ours, theirs):
         run.sort(key=lambda row: (row["index"], row["repeat"]))
+        for row in run:
+            row["extra"] = {key: one for key, one in orjson.loads(row["extra"]).items() if key != CALL_TIMES}
     assert len(ours) == ROWS * N
     module = demo_module()
     for mine, other in zip(ours, theirs, strict=True):

@@ -13,10 +13,10 @@ import time
 import uuid
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 from urllib.parse import quote, unquote, urlencode, urlsplit
 
 import aiohttp
@@ -393,17 +393,25 @@ class BufferClient(AbstractContextManager["BufferClient"]):
         self.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        with self._lock:
-            if self._closed or not self._thread.is_alive():
-                coroutine.close()
-                raise RuntimeError("this client was closed, or made before a fork: make a new one")
-            call = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        interrupted, call = Future[None](), None
+
+        async def answered() -> T:
+            cancel = cast("asyncio.Task[T]", asyncio.current_task()).cancel
+            interrupted.add_done_callback(lambda _: self._loop.call_soon_threadsafe(cancel))
+            return await coroutine
+
         try:
+            with self._lock:
+                if self._closed or not self._thread.is_alive():
+                    coroutine.close()
+                    raise RuntimeError("this client was closed, or made before a fork: make a new one")
+                call = asyncio.run_coroutine_threadsafe(answered(), self._loop)
             return call.result()
         except CancelledError:
             raise RuntimeError("this client was closed during the call") from None
         finally:
-            call.cancel()  # on Ctrl-C; else it is done
+            if call is None or not call.done():  # Ctrl-C, perhaps before `call` was there
+                interrupted.set_result(None)
 
     def _serve(self) -> None:
         async def end() -> None:
