@@ -554,7 +554,12 @@ def load_configured_reward(settings: RewardSettings) -> Reward:
     own = None if settings.path is None else load(settings.path, settings.name, settings.reward_kwargs)
     if own is not None and not settings.of_sources:
         return own
-    functions = {key: load(one.path, one.name, one.reward_kwargs) for key, one in settings.of_sources.items()}
+    functions = dict[str, FunctionReward | ProcessReward]()
+    for key, one in settings.of_sources.items():
+        try:
+            functions[key] = load(one.path, one.name, one.reward_kwargs)
+        except ConfigError as error:
+            raise ConfigError(f"data.sources, the reward of {key!r}: {error}") from error
     if settings.of_sources and any(one is not None and one.sees_group for one in (own, *functions.values())):
         raise ConfigError(
             "data.sources: a reward that takes solution_strs is for all rows: set custom_reward_function, and the "

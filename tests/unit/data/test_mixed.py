@@ -175,6 +175,9 @@ def test_a_source_has_a_reward_of_its_own(tmp_path: Path, processes: int) -> Non
     sources[2]["reward"] = str(second)
     assert generate(*changed).generated == 0
     assert scored(root) == {"math": (1.0, "math"), "code": (7.5, "tests"), "plain": (7.0, "plain")}
+    sources[0]["reward"] = str(tmp_path / "nowhere.py")
+    with pytest.raises(ConfigError, match=r"data\.sources, the reward of 'math'.*nowhere\.py"):
+        generate(*changed)
     sources[0]["reward"] = {"path": str(first), "name": "of_group"}
     with pytest.raises(ConfigError, match="solution_strs"):
         generate(*changed)
