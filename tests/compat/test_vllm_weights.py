@@ -271,7 +271,7 @@ def test_batches_ahead(server: Server, trainer: Trainer, tmp_path: Path, process
             batches.update_weights(weights)
     finally:
         batches.stop()
-    assert len(seen) > 2
+    assert 0 in seen and max(seen) >= 2  # the fourth batch is one step stale at most
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -11,10 +11,10 @@ import pytest
 
 from rollstream.engine.continuation import ContinuingEngine
 from rollstream.engine.pool import PoolEngine
-from rollstream.engine.replica import ReplicaUnavailableError, WeightsLostError
+from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError, WeightsLostError
 from rollstream.engine.weight_probe import PROBE_IDS, write_probe
 from rollstream.errors import EngineError, EngineUnavailableError, TransientEngineError
-from rollstream.trajectory import SamplingParams
+from rollstream.trajectory import Completion, SamplingParams
 from tests.support.replicas import CAPABILITIES, FakeReplica
 from tests.support.until import until
 
@@ -63,6 +63,28 @@ async def test_a_restarted_replica_loads_the_weights_again(engine: PoolEngine, a
     assert await versions(engine) == {1}
     await until(lambda: len(engine.ready) == 2)
     assert (a.version, a.loads) == (1, [1, 1])
+
+
+async def test_an_answer_may_be_of_weights_that_came_and_went_since_it_was_asked(a: FakeReplica) -> None:
+    engine, plain, began = PoolEngine([a]), a.generate, asyncio.Event()
+
+    async def late(request: ReplicaRequest) -> Completion:
+        began.set()
+        await until(lambda: a.version == 2)
+        completion = await plain(request)
+        await until(lambda: a.version == 3)
+        return completion
+
+    await engine.start()
+    await engine.update_weights("/1", 1)
+    a.generate = late  # type: ignore[method-assign]
+    asked = asyncio.create_task(engine.generate([1], SamplingParams(max_tokens=1), request_id="late"))
+    await began.wait()
+    await engine.update_weights("/2", 2)
+    await until(lambda: a.served > 0)
+    await engine.update_weights("/3", 3)
+    assert (await asked).policy_versions == [(0, 2)] and a.loads == [1, 2, 3]
+    await engine.close()
 
 
 async def test_before_the_first_update_versions_are_whatever_the_servers_say(
