@@ -8,19 +8,9 @@ import pytest
 from rollstream.cli import main as cli
 from rollstream.errors import ConfigError, IdentityMismatchError
 from rollstream.generation.run import run_generation
-from rollstream.store.export.files import read_rows
 from rollstream.store.validate import validate_run
+from tests.faults.runs import check_same_rows
 from tests.integration.test_generation import PAIRS, config, write_sums
-
-
-def assert_same_rows(one: Path, other: Path) -> None:
-    """But for measured times, and the last bits of log-probs: those depend on what a request ran beside."""
-    pairs = zip(*(read_rows(run / "trajectories.parquet") for run in (one, other)), strict=True)
-    for row, same in pairs:
-        for name in ("response_logprobs", "mean_logprob"):
-            assert row.pop(name) == pytest.approx(same.pop(name), abs=1e-4)
-        differing = {name for name in row.keys() | same.keys() if row.get(name) != same.get(name)}
-        assert differing <= {"metrics", "finished_at"}
 
 
 def test_shards_are_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,7 +33,7 @@ def test_shards_are_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "output": str(tmp_path / "out"),
         **{"shards": 2, "completed": 12, "failed": 0, "rows": 12},
     }
-    assert_same_rows(tmp_path / "out", tmp_path / "whole")
+    check_same_rows(tmp_path / "out", tmp_path / "whole")
     assert validate_run(tmp_path / "out").sound
     assert cli(["generate", "--config", str(tmp_path / "out" / "config.yaml")]) == 0
     assert "nothing left to do" in capsys.readouterr().out

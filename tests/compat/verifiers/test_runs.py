@@ -20,7 +20,7 @@ from tests.faults.runs import Runner, file_size, overrides, run_to_end
 ROWS, REPEATS = 25, 2
 KILL_AT_BYTES = (200, 12_000)
 """Of the journal and the batches: with the first rollouts, and half-way. All of them are about 25,000."""
-COLUMNS = ("response_ids", "response_mask", "response_logprobs", "reward", "messages", "finish_reason")
+COLUMNS = ("response_ids", "response_mask", "reward", "messages", "finish_reason")
 
 
 @pytest.fixture
@@ -80,6 +80,8 @@ def test_killed_and_resumed(tmp_path: Path, served: str, capsys: pytest.CaptureF
     assert keys == [(index, repeat) for index in range(ROWS) for repeat in range(REPEATS)]
     for name in COLUMNS:
         assert ours[name].equals(theirs[name]), name
+    for one, other in zip(*(table["response_logprobs"].to_pylist() for table in (ours, theirs)), strict=True):
+        assert one == pytest.approx(other, abs=1e-4)  # the last bits depend on what ran beside
     assert set(ours["reward"].to_pylist()) <= {0.0, 1.0}
     assert sum(ours["reward"].to_pylist()) > ROWS
 
