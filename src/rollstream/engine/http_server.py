@@ -168,7 +168,10 @@ class HttpServer:
                     return response.status, await response.read()
             except CONNECTION_ERRORS as error:
                 if not _was_closing(error) or sent_twice or not wanted():
-                    raise ReplicaUnavailableError(f"{self.url}: {type(error).__name__}: {error}") from error
+                    said = f"{type(error).__name__}: {error}"
+                    if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
+                        said = f"no answer within {timeout_s:g} s"  # not of a connect, which says so itself
+                    raise ReplicaUnavailableError(f"{self.url}: {said}") from error
                 sent_twice = True
 
     def _opened(self) -> aiohttp.ClientSession:

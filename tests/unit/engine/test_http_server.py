@@ -1,5 +1,7 @@
 """Whoever names an engine names all that is asked: no server leads on to another."""
 
+import asyncio
+import re
 from collections.abc import AsyncIterator
 
 import pytest
@@ -10,6 +12,7 @@ from rollstream.engine.base import ChatPrompt
 from rollstream.engine.detect import detect_server
 from rollstream.engine.http_server import CONNECTION_KWARGS, HttpServer
 from rollstream.engine.openai import OpenAIEngine
+from rollstream.engine.replica import ReplicaUnavailableError
 from rollstream.errors import ConfigError, EngineError
 from rollstream.trajectory import SamplingParams
 
@@ -33,6 +36,24 @@ async def leading() -> AsyncIterator[tuple[str, list[str]]]:
         apps.append(app)
     async with TestServer(apps[0]) as elsewhere, TestServer(apps[1]) as server:
         yield str(server.make_url("")).rstrip("/"), asked
+
+
+async def test_a_server_that_never_answers_is_named_with_how_long_it_had() -> None:
+    async def hold(request: web.Request) -> web.Response:
+        await ended.wait()
+        return web.Response()
+
+    ended, app = asyncio.Event(), web.Application()
+    app.router.add_route("*", "/{path:.*}", hold)
+    async with TestServer(app) as frozen:
+        url = str(frozen.make_url("")).rstrip("/")
+        server = HttpServer(url, CONNECTION_KWARGS)
+        try:
+            with pytest.raises(ReplicaUnavailableError, match=rf"^{re.escape(url)}: .* 0\.05 s$"):
+                await server.tell("/generate", {}, timeout_s=0.05)
+        finally:
+            ended.set()
+            await server.close()
 
 
 async def test_no_redirect_is_followed(leading: tuple[str, list[str]]) -> None:
