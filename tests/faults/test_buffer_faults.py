@@ -185,7 +185,6 @@ BODIES: dict[str, tuple[str, Callable[[], Any], int]] = {
         200,
     ),
     "10,000 uids": ("/v1/uids/known", lambda: {"uids": [f"{n:0>100}" for n in range(10_000)]}, 200),
-    "100,000 groups": ("/v1/quarantine/drop", lambda: {"groups": list(range(100_000))}, 200),
 }
 """Path, body, expected status."""
 

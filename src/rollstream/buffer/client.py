@@ -164,8 +164,8 @@ class AsyncBufferClient(AbstractAsyncContextManager["AsyncBufferClient"]):
         """The lease ends in `seconds` from now."""
         return await self._lease(lease_id, "extend", seconds=seconds)
 
-    async def leases(self, consumer: str | None = None) -> list[Record]:
-        return await self._list("leases", consumer=consumer)
+    async def leases(self) -> list[Record]:
+        return await self._list("leases")
 
     async def release(self, consumer: str) -> int:
         """Gives back what this reader has not acked, such as after a crash; returns how many groups."""
@@ -191,30 +191,23 @@ class AsyncBufferClient(AbstractAsyncContextManager["AsyncBufferClient"]):
         """Jobs without their payloads, oldest first, from the one behind the `number` `after`."""
         return await self._list("jobs", limit=limit, after=after)
 
-    async def dropped(self, limit: int = 1000, after: int = 0) -> list[Record]:
-        """Groups that left undelivered, oldest first, from the one behind `after`."""
-        return await self._list("dropped", limit=limit, after=after)
-
     async def groups(self, /, *, limit: int = 1000, after: int = 0, **which: str | None) -> list[Record]:
         """Groups without their items, from the one behind `after`; those that have left, too.
 
-        `which`: only those of a `state`, a `task_type`, a `job`.
+        `which`: only those of a `state`, a `task_type`, a `job`. A quarantined group has a `traceback`.
         """
         return await self._list("groups", limit=limit, after=after, **which)
 
     async def group(self, id: int) -> Record:
         return await self._call(f"/v1/groups/{id}")
 
-    async def quarantine(self, limit: int = 1000, after: int = 0) -> list[Record]:
-        """Groups that a hook could not judge or finish, each with its `traceback`."""
-        return await self._list("quarantine", limit=limit, after=after)
+    async def retry_quarantined(self) -> int:
+        """Lets quarantined groups be read again, after their hook was mended; returns how many."""
+        return int((await self._call("/v1/quarantine/retry", {}))["groups"])
 
-    async def retry_quarantined(self, groups: Sequence[int] | None = None) -> Record:
-        """Lets quarantined groups be read again, after their hook was mended. None: all of them."""
-        return await self._call("/v1/quarantine/retry", {"groups": groups})
-
-    async def drop_quarantined(self, groups: Sequence[int] | None = None) -> Record:
-        return await self._call("/v1/quarantine/drop", {"groups": groups})
+    async def drop_quarantined(self) -> int:
+        """Drops quarantined groups; returns how many."""
+        return int((await self._call("/v1/quarantine/drop", {}))["groups"])
 
     async def stats(self) -> Record:
         return await self._call("/v1/stats")
@@ -365,10 +358,8 @@ class BufferClient(AbstractContextManager["BufferClient"]):
     expect_items = _sync(AsyncBufferClient.expect_items)
     drop_job = _sync(AsyncBufferClient.drop_job)
     jobs = _sync(AsyncBufferClient.jobs)
-    dropped = _sync(AsyncBufferClient.dropped)
     groups = _sync(AsyncBufferClient.groups)
     group = _sync(AsyncBufferClient.group)
-    quarantine = _sync(AsyncBufferClient.quarantine)
     retry_quarantined = _sync(AsyncBufferClient.retry_quarantined)
     drop_quarantined = _sync(AsyncBufferClient.drop_quarantined)
     stats = _sync(AsyncBufferClient.stats)

@@ -8,6 +8,7 @@ little-endian binary (int32 ids, int8 mask, float32 log-probs) or lists.
 Source of the wire format: slime_plugins/rollout_buffer of THUDM/slime.
 """
 
+import json
 import math
 import re
 import sys
@@ -186,15 +187,13 @@ def parse_items(body: bytes, encoding: Encoding = "json") -> list[Item]:
     """
     if (bodies := split_batch(body, encoding)) is None:
         return [parse_item(body, encoding)]
-    return [parse_nth(number, one, encoding) for number, one in enumerate(bodies)]
-
-
-def parse_nth(number: int, body: bytes, encoding: Encoding) -> Item:
-    """One item of a batch. Raises `ItemError`."""
-    try:
-        return parse_item(body, encoding)
-    except ItemError as error:
-        raise error.within(number) from None
+    items = []
+    for number, one in enumerate(bodies):
+        try:
+            items.append(parse_item(one, encoding))
+        except ItemError as error:
+            raise error.within(number) from None
+    return items
 
 
 def split_batch(body: bytes, encoding: Encoding) -> list[bytes] | None:
@@ -283,14 +282,10 @@ def _check_packed(body: bytes) -> None:
     except (TypeError, ValueError) as error:
         raise ItemError(f"holds something that JSON has no form for: {error}") from None
     if b"null" in text:  # orjson's form of NaN and infinities, too
-        waiting: list[Any] = [rest]
-        while waiting:
-            value = waiting.pop()
-            for child in value.values() if isinstance(value, dict) else value:
-                if isinstance(child, dict | list):
-                    waiting.append(child)
-                elif isinstance(child, float) and not math.isfinite(child):
-                    raise ItemError(f"holds {child}, not a finite number")
+        try:
+            json.dumps(rest, allow_nan=False)
+        except ValueError:
+            raise ItemError("holds a number that is not finite") from None
 
 
 def _check_tokens(head: _JsonHead | _PackedHead) -> None:

@@ -18,10 +18,7 @@ MOST_GROUPS: Final = 1024
 """A lease has at most so many."""
 
 JSON: Final = "application/json"
-MSGPACK: Final = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
-
-_ANY: Final = ("", "application/x-www-form-urlencoded", "application/octet-stream")
-"""Clients that name no media type send these; they are taken for JSON."""
+MSGPACK: Final = "application/msgpack"
 
 MAX_ASKED: Final = 2**20
 """Bytes of a body that is no item: it is parsed in the event loop."""
@@ -76,11 +73,6 @@ class Expected(_Body):
     items: Annotated[int, Meta(ge=0, le=2**53)]
 
 
-class GroupNumbers(_Body):
-    groups: Annotated[list[_Number], Meta(max_length=100_000)] | None = None
-    """None: all."""
-
-
 class ListQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     after: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 1000
@@ -90,10 +82,6 @@ class GroupQuery(ListQuery, kw_only=True):
     state: GroupState | None = None
     task_type: str | None = None
     job: str | None = None
-
-
-class LeaseQuery(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    consumer: str | None = None
 
 
 class StatsAnswer(msgspec.Struct, kw_only=True):
@@ -120,19 +108,18 @@ class NativeRoutes:
         def post(path: str, handler: Handler, summary: str, **more: Any) -> Route:
             return Route("POST", path, handler, summary=summary, **more)
 
-        lists, chosen = {"query": ListQuery}, {"body": GroupNumbers}
         record, job = {"answer": JobRecord}, "/v1/jobs/{job}"
         return [
             post("/v1/items", self.write, "Writes items: all or none", answer=WrittenItems, limited=True),
             post("/v1/uids/known", self.known, "Which uids the buffer knows", body=Uids, limited=True),
             post("/v1/read", self.read, "Leases groups", body=ReadRequest),
-            get("/v1/leases", self.leases, "What is handed out", query=LeaseQuery),
+            get("/v1/leases", self.leases, "What is handed out"),
             post("/v1/leases/{lease}/ack", self.ack, "The groups are the reader's"),
             post("/v1/leases/{lease}/nack", self.nack, "The groups go back"),
             post("/v1/leases/{lease}/extend", self.extend, "More time", body=Extend),
             post("/v1/consumers/{consumer}/release", self.release, "Gives back all leases of a reader"),
             post("/v1/jobs", self.start_job, "Starts a job, or goes on with it"),
-            get("/v1/jobs", self.list_jobs, "Jobs without their payloads, oldest first", **lists),
+            get("/v1/jobs", self.list_jobs, "Jobs without their payloads, oldest first", query=ListQuery),
             get(job, self.one_job, "One job", **record),
             post(f"{job}/stop", self.stop_job, "Ends its generator", **record),
             post(f"{job}/drop", self.drop_job, "Drops what nobody has read of it"),
@@ -141,21 +128,15 @@ class NativeRoutes:
             ),
             get("/v1/groups", self.groups, "Groups, without their items", query=GroupQuery),
             get("/v1/groups/{group}", self.one_group, "A group with its items, as they were written"),
-            get("/v1/dropped", self.dropped, "What left undelivered, and why", **lists),
-            get("/v1/quarantine", self.quarantine, "Groups that a hook failed on", **lists),
-            post("/v1/quarantine/retry", self.retry, "Tries their hooks again", **chosen),
-            post("/v1/quarantine/drop", self.drop_quarantined, "Drops them", **chosen),
+            post("/v1/quarantine/retry", self.retry, "Tries the hooks of quarantined groups again"),
+            post("/v1/quarantine/drop", self.drop_quarantined, "Drops quarantined groups"),
             get("/v1/stats", self.stats, "Counts", answer=StatsAnswer),
         ]
 
     # -- writing
 
     async def write(self, request: Request) -> WrittenItems:
-        kind = request.media_type
-        if kind not in (*MSGPACK, JSON, *_ANY):
-            text = f"content-type {kind}: want application/json or application/msgpack"
-            raise HTTPError(415, text, "media_type")
-        encoding: Encoding = "msgpack" if kind in MSGPACK else "json"
+        encoding: Encoding = "msgpack" if request.media_type == MSGPACK else "json"
         items, replaced = await self._service.parse(await request.body(), encoding)
         request.count_surrogates(replaced)
         stored = await self._service.write(items)
@@ -175,7 +156,7 @@ class NativeRoutes:
         service, reads = self._service, self._service.reads
         wanted = self._wanted(asked)
         scope = Scope(wanted.task, wanted.jobs)
-        packed = any(kind in request.headers.get("accept", "") for kind in MSGPACK)
+        packed = MSGPACK in request.headers.get("accept", "")
         head: dict[str, Any] = {"lease": None, "groups": 0, "failures": [], "notices": []}
         ends = time.monotonic() + asked.timeout
         async with reads.answering(request, _FRAMES if packed else _DOCUMENT) as answer:
@@ -233,7 +214,7 @@ class NativeRoutes:
     # -- leases
 
     async def leases(self, request: Request) -> Any:
-        return {"leases": await self._store.leases(request.arguments(LeaseQuery).consumer)}
+        return {"leases": await self._store.leases()}
 
     async def ack(self, request: Request) -> Any:
         done = await self._store.ack([request.params["lease"]])
@@ -312,26 +293,13 @@ class NativeRoutes:
                 raise HTTPError(404, f"there is no group {number!r:.50}", "not_found")
             return json_response(found)
 
-    async def dropped(self, request: Request) -> Any:
-        asked = request.arguments(ListQuery)
-        return {"dropped": list(map(described, await self._store.dropped(asked.after, asked.limit)))}
-
-    async def quarantine(self, request: Request) -> Any:
-        asked = request.arguments(ListQuery)
-        limit = min(asked.limit, 1000)
-        found = await self._store.groups(state="quarantined", after=asked.after, limit=limit)
-        return {"quarantined": list(map(described, found))}
-
     async def retry(self, request: Request) -> Any:
-        asked = await request.json(GroupNumbers, MAX_ASKED)
         await self._service.hooks.refresh(again=True)
         self._service.reads.try_again()
-        back = await self._store.retry(asked.groups)
-        return {"groups": len(back), "unknown": sorted(set(asked.groups or ()) - set(back))}
+        return {"groups": await self._store.retry()}
 
     async def drop_quarantined(self, request: Request) -> Any:
-        asked = await request.json(GroupNumbers, MAX_ASKED)
-        return {"groups": await self._store.drop(asked.groups, "quarantined")}
+        return {"groups": await self._store.drop_quarantined()}
 
     async def stats(self, request: Request) -> StatsAnswer:
         last = self._store.last_job
@@ -383,7 +351,7 @@ _DOCUMENT = Form(
 )
 
 _FRAMES = Form(
-    media_type=MSGPACK[0],
+    media_type=MSGPACK,
     encoding=None,
     head=lambda head: _frame({"head": head}),
     group=lambda one: _frame({"group": {**_head(one), "encoding": one.encoding, "items": one.items}}),

@@ -8,7 +8,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -17,14 +17,7 @@ from msgspec import Meta
 
 from rollstream import plugins
 from rollstream.buffer.groups import GroupSettings, summarize_rewards
-from rollstream.buffer.items import (
-    Encoding,
-    Item,
-    ItemError,
-    parse_items,
-    parse_nth,
-    split_batch,
-)
+from rollstream.buffer.items import Encoding, Item, ItemError, parse_items
 from rollstream.buffer.reads import Reads, Scope, TaskPolicy
 from rollstream.buffer.store.base import Change, Group, Limits, Taken
 from rollstream.buffer.store.sql import Database, SqlStore
@@ -56,7 +49,7 @@ _MANY_NUMBERS: Final = 2**15
 """Tokens in JSON are parsed there from this size of a body on: they take ten times as long as texts."""
 
 _PARSE_S: Final = 60.0
-"""For that process to parse one item."""
+"""For that process to parse a body."""
 
 _NOT_READY: Final[Mapping[str, str]] = {
     "open": "they lack items (--group-size, or a job's group_size)",
@@ -91,7 +84,6 @@ class Service:
         slime = plugins.load("rollstream.generators", "slime")
         self.hooks = slime.GeneratorFiles(options.generators, options.hook_seconds)
         self._parser = slime.HookProcess(_PARSE_S)
-        self._parse_apart: Callable[..., Awaitable[list[Item]]] = self._parser.parse
         self.policy = TaskPolicy(options.settings, self.hooks)
         self.store = SqlStore(_database(options), self.policy, options.limits)
         self.reads = Reads(self.store, self.hooks, self.policy)
@@ -206,32 +198,11 @@ class Service:
             return await self._parse(mended, encoding), replaced
 
     async def _parse(self, body: bytes, encoding: Encoding) -> list[Item]:
-        """See `parse`.
-
-        What takes long is parsed in another process, since a parser keeps Python's lock: large items, and tokens in
-        JSON. Others have their turn between small ones.
-        """
-        if encoding == "json" and len(body) >= _MANY_NUMBERS and b'"response_ids"' in body:
-            return await self._parse_apart(body, encoding, batch=True)
-        if len(body) < _BIG:
+        """See `parse`. What takes long is parsed in another process, since a parser keeps Python's lock."""
+        has_tokens = encoding == "json" and b'"response_ids"' in body
+        if len(body) < (_MANY_NUMBERS if has_tokens else _BIG):
             return parse_items(body, encoding)
-        bodies = split_batch(body, encoding)
-        if bodies is None:
-            return await self._parse_apart(body, encoding)
-        items: list[Item] = []
-        parsed = 0
-        for number, one in enumerate(bodies):
-            if len(one) < _BIG:
-                items.append(parse_nth(number, one, encoding))
-                parsed += len(one)
-                if parsed >= _BIG:
-                    parsed = 0
-                    await asyncio.sleep(0)
-                continue
-            try:
-                items += await self._parse_apart(one, encoding)
-            except ItemError as error:
-                raise error.within(number) from None
+        items: list[Item] = await self._parser.parse(body, encoding)
         return items
 
     async def write(self, items: Sequence[Item], *, hold: Callable[[], bool] | None = None) -> list[bool]:
@@ -304,9 +275,8 @@ class Service:
         if groups:
             last, count = groups[-1], f"{len(groups)}{' or more' * (len(groups) == 100)}"
             error = (last.cause or "").strip().rpartition("\n")[2]
-            why = (
-                f"{count} groups are quarantined, the last one by {last.reason}: {error} (GET /v1/quarantine)"
-            )
+            why = f"{count} groups are quarantined, the last one by {last.reason}: {error}"
+            why += " (GET /v1/groups?state=quarantined)"
             add(error, why, task_type=last.task, traceback=last.cause)
         return found
 
@@ -340,9 +310,8 @@ class Service:
         if not (counts := self._dropped_unread):
             return []
         reasons = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
-        return [
-            f"{counts.total()} groups were dropped since a read got some: {reasons}; GET /v1/dropped lists them"
-        ]
+        where = "GET /v1/groups?state=dropped lists them"
+        return [f"{counts.total()} groups were dropped since a read got some: {reasons}; {where}"]
 
     def note_read(self, groups: Sequence[Group], consumer: str | None) -> None:
         """Logs what a reader got."""

@@ -207,8 +207,8 @@ class ReferenceStore:
                 group.state, group.reason, group.cause = "quarantined", one.reason, one.cause
         return removed
 
-    def retry(self, groups: Sequence[int] | None) -> set[int]:
-        back = [g for g in self.in_state("quarantined") if groups is None or g.id in groups]
+    def retry(self) -> int:
+        back = self.in_state("quarantined")
         for group in back:
             group.reason = group.cause = group.lease = None
             if self.policy.has_own_judge(group.task):
@@ -218,11 +218,10 @@ class ReferenceStore:
             else:
                 group.timed_out = True
                 self.judge_by_default(group)
-        return {group.id for group in back}
+        return len(back)
 
-    def drop_quarantined(self, groups: Sequence[int] | None, reason: str) -> int:
-        aside = self.in_state("quarantined")
-        return self.drop_all([g for g in aside if groups is None or g.id in groups], reason)
+    def drop_quarantined(self) -> int:
+        return self.drop_all(self.in_state("quarantined"), "quarantined")
 
     def drop_job(self, job: str, reason: str) -> int:
         return self.drop_all([g for g in self.in_state("open", "judging", "ready") if g.job == job], reason)

@@ -125,7 +125,7 @@ async def test_writes_and_reads(buffer: Served, client: AsyncBufferClient, kind:
         assert one["prompt_ids"] == array("i", [1, 2]) and one["response_mask"] == array("b", [1])
         assert one["response_logprobs"] == array("f", [-0.5])
     assert (await client.extend(lease.id, 50))["lease_seconds"] == 50
-    assert [one["id"] for one in await client.leases(consumer)] == [lease.id]
+    assert [one["id"] for one in await client.leases()] == [lease.id]
     assert await client.release(consumer) == 1
     async with await client.read() as lease:
         await lease.ack()
@@ -146,9 +146,8 @@ async def test_jobs_and_groups_set_aside(client: AsyncBufferClient) -> None:
     assert [one["id"] for one in await client.jobs()] == [job]
     assert (await client.stop_job(job))["state"] in ("stopped", "finished")
     assert await client.drop_job(job) == 0
-    assert await client.dropped(5, 7) == await client.quarantine() == []
-    assert (await client.retry_quarantined())["groups"] == 0
-    assert (await client.drop_quarantined([1]))["groups"] == 0
+    assert await client.groups(state="quarantined") == []
+    assert await client.retry_quarantined() == await client.drop_quarantined() == 0
     for missing in (client.stop_job("r/1"), client.drop_job("r/1"), client.ack("x"), client.group(9)):
         with pytest.raises(BufferClientError) as error:
             await missing

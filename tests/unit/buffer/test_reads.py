@@ -193,7 +193,7 @@ def is_valid_group(group, min_valid_group_size, task_type="math"):
                 return told and await buffer.counted(open=1 - whole, quarantined=whole, judging=0)
 
             await buffer.until(judged)
-        (aside,) = (await buffer.get("/v1/quarantine"))[1]["quarantined"]
+        (aside,) = (await buffer.get("/v1/groups?state=quarantined"))[1]["groups"]
         assert (len(aside["rewards"]), aside["reason"]) == (4, "is_valid_group")
 
 
@@ -274,6 +274,6 @@ async def test_a_lost_body_is_told_and_only_that_group(tmp_path: Path) -> None:
         database.execute("UPDATE bodies SET body = CAST(replace(body, '2+2', '2+3') AS BLOB) WHERE seq = 2")
     async with served(tmp_path / "buffer") as buffer:
         assert await buffer.read_ids() == ["b"]
-        (aside,) = (await buffer.get("/v1/quarantine"))[1]["quarantined"]
+        (aside,) = (await buffer.get("/v1/groups?state=quarantined"))[1]["groups"]
         assert aside["reason"] == "damaged" and "its checksum is wrong" in aside["traceback"]
         assert "checksum" in (await buffer.get("/v1/groups/1"))[1]["problem"]

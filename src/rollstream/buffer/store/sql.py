@@ -195,7 +195,6 @@ _SAVE: Final = (
 """The columns before `n` never change."""
 
 _UNJUDGED: Final = "state IN ('open', 'judging') AND judged < n"
-_DROPPED: Final = 'state = \'dropped\' AND "left" > %s ORDER BY "left" LIMIT %s'
 _STATES: Final = {
     "open": "state = 'open'",
     "judging": f"{_UNJUDGED} AND state = 'judging'",
@@ -667,7 +666,7 @@ class SqlStore:
         return _give_back(session, [lease for (lease,) in rows])
 
     @_look
-    def leases(self, tx: Tx, consumer: str | None = None) -> list[StoredLease]:
+    def leases(self, tx: Tx) -> list[StoredLease]:
         """The leases that are out."""
         groups = defaultdict(list)
         for group, lease in tx.rows(
@@ -681,7 +680,6 @@ class SqlStore:
             for id_, owner, seconds, end in tx.rows(
                 "SELECT id, consumer, seconds, deadline FROM leases WHERE state = 'out' ORDER BY deadline, id"
             )
-            if consumer in (None, owner)
         ]
 
     # -- judging and dropping
@@ -712,10 +710,9 @@ class SqlStore:
         _save(session, rows)
 
     @_change
-    def drop(self, session: _TransactionState, groups: Sequence[int] | None, reason: str) -> int:
-        """Drops quarantined groups (None: all); how many."""
-        which, values = _where("state = 'quarantined'", ("id = ANY(%s)", groups))
-        return _drop_where(session, reason, which, *values)
+    def drop_quarantined(self, session: _TransactionState) -> int:
+        """Drops quarantined groups; how many."""
+        return _drop_where(session, "quarantined", "state = 'quarantined'")
 
     async def drop_job(self, job: str, reason: str) -> int:
         """Drops what nobody has read of a job."""
@@ -726,13 +723,12 @@ class SqlStore:
         return dropped
 
     @_change
-    def retry(self, session: _TransactionState, groups: Sequence[int] | None) -> list[int]:
-        """Quarantined groups (None: all) are judged or handed out again; which ones.
+    def retry(self, session: _TransactionState) -> int:
+        """Quarantined groups are judged or handed out again; how many.
 
         Those whose task has no hook any more that judges are judged by the default rule, as they are.
         """
-        which, values = _where("state = 'quarantined'", ("id = ANY(%s)", groups))
-        rows = _rows(session.tx, which, *values)
+        rows = _rows(session.tx, "state = 'quarantined'")
         for row in sorted(rows, key=lambda row: row.position):
             row.lease = row.reason = row.cause = None
             own = self._policy.has_own_judge(row.task)
@@ -742,7 +738,7 @@ class SqlStore:
             row.state, row.timed_out = "judging", row.timed_out or not own
             self._judge(session, row)
         _save(session, rows)
-        return [row.id for row in rows]
+        return len(rows)
 
     # -- time
 
@@ -902,17 +898,13 @@ class SqlStore:
         return whole | {"items": [plain_item(item.body, item.encoding) for item in items]}
 
     @_look
-    def dropped(self, tx: Tx, after: int, limit: int) -> list[Group]:
-        """Groups that left undelivered, in the order in which they left, after a `left`."""
-        return _groups(tx, _DROPPED, after, limit)
-
-    @_look
     def unread_drops(
         self, tx: Tx, task: str | None, jobs: Sequence[str] | None, limit: int
     ) -> tuple[list[Group], int]:
         """Groups dropped since a trainer on slime's wire got a report, and the `reported_up_to` for `ack`."""
         totals = _totals(tx)
-        groups = _groups(tx, _DROPPED, totals["reported"], limit)
+        which = 'state = \'dropped\' AND "left" > %s ORDER BY "left" LIMIT %s'
+        groups = _groups(tx, which, totals["reported"], limit)
         up_to = groups[-1].left if len(groups) == limit else totals["items_left"]
         return [g for g in groups if task in (None, g.task) and (jobs is None or g.job in jobs)], up_to or 0
 

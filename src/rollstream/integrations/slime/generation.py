@@ -31,7 +31,6 @@ from rollstream.buffer.rollouts import failure_of, rollout_item
 from rollstream.config.load import compose, to_settings
 from rollstream.config.settings import Settings
 from rollstream.data.prompts import load_prompts
-from rollstream.data.row import TRUTH_COLUMNS
 from rollstream.engine.detect import detect_server
 from rollstream.errors import ConfigError, DataError
 from rollstream.integrations.slime.payload_rules import PayloadRules
@@ -85,7 +84,6 @@ def run_generation(
     *,
     agent_loop: str = "single_turn_agent",
     reward: ComputeScore | None = None,
-    needs_label: bool = False,
     make_row: MakeRow | None = None,
     loops: AgentLoops | None = None,
 ) -> None:
@@ -114,7 +112,6 @@ def run_generation(
         agent_loop: for rows that name none, unless the payload does (`agent_name`).
         reward: `compute_score(data_source, solution_str, ground_truth, extra_info)`, as in verl, sync or
             async; gives a number, or a dict with `score`. None takes the rule for a row's `data_source`.
-        needs_label: an input file without any label is refused, unless a rule knows its `data_source`.
         make_row: applied to each row of the input file.
         loops: None takes the agent loops that are registered.
 
@@ -125,13 +122,12 @@ def run_generation(
     """
     data = {"agent_name": agent_loop, **{key: value for key, value in data.items() if value is not None}}
     scorer = reward and FunctionReward(reward, label="the generator's reward", source_digest="")
-    asyncio.run(_generate(data, scorer, needs_label, make_row, loops))
+    asyncio.run(_generate(data, scorer, make_row, loops))
 
 
 async def _generate(
     data: dict[str, Any],
     reward: FunctionReward | None,
-    needs_label: bool,
     make_row: MakeRow | None,
     loops: AgentLoops | None,
 ) -> None:
@@ -141,11 +137,6 @@ async def _generate(
     source = rows.row(0).data_source
     if reward is None and find_rule(source) is None:
         raise ConfigError(f"no reward rule knows data_source {source!r} of the first row (docs/rewards.md)")
-    if needs_label and not rows.has_labels:
-        raise DataError(
-            f"{_text(data, 'input_file')}: no row has a ground truth to score answers with: "
-            f"{', '.join(TRUTH_COLUMNS)} (other columns: {', '.join(sorted(rows.columns)):.300})"
-        )
     settings = read_settings(data, await _find_engine(data, settings.generation.engine_timeout))
     agents = await load_agents(settings, loops=loops, tools=data.get("tools"))
     loop = settings.actor_rollout_ref.rollout.agent.default_agent_loop
@@ -279,18 +270,14 @@ class Rows:
 
     def __init__(self, settings: Settings, make_row: MakeRow | None) -> None:
         self._dataset, self._make_row = load_prompts(settings.data), make_row
-        self.has_images = self.has_labels = False
-        self.columns: set[str] = set()
+        self.has_images = False
         first: dict[InstanceId, int] = {}
         for index in range(len(self._dataset)):
             instance_id: Any = index
             with contextlib.suppress(DataError):  # the rollouts of such a row fail, each with this error
                 row = self._dataset.row(index)
                 instance_id = row.columns.get("instance_id", index)
-                self.columns |= row.columns.keys()
-                row = self._made(row)
-                self.has_images |= bool(row.images)
-                self.has_labels |= row.ground_truth is not None or find_rule(row.data_source) is not None
+                self.has_images |= bool(self._made(row).images)
             if type(instance_id) not in (int, str) or instance_id == "":
                 where = self._dataset.location(index)
                 raise DataError(

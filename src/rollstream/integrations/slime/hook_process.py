@@ -6,7 +6,6 @@ reaper (`engine.reaper`): what a hook starts ends with it.
 
 import asyncio
 import functools
-import inspect
 import os
 import re
 import traceback
@@ -26,8 +25,7 @@ from rollstream.buffer.items import (
     ItemError,
     dump_item,
     load_item,
-    parse_item,
-    parse_nth,
+    parse_items,
     split_batch,
     with_uid,
 )
@@ -115,12 +113,13 @@ class HookProcess:
         self._exchanging.add_done_callback(lambda _: self._turn.release())
         return await asyncio.shield(self._exchanging)
 
-    async def parse(self, body: bytes, encoding: Encoding, *, batch: bool = False) -> list[Item]:
-        """`parse_item`, or `parse_items` of a batch, which would hold the server's GIL for long. Raises `ItemError`."""
+    async def parse(self, body: bytes, encoding: Encoding) -> list[Item]:
+        """`parse_items`, which would hold the server's GIL for long. Raises `ItemError`."""
         file = GeneratorFile(Path("items"), body)
-        call = "parse_items" if batch else "parse_item"
         items = []
-        for fields, start, end, has_uid in await self.call(call, file, GroupSettings(), (), False, encoding):
+        for fields, start, end, has_uid in await self.call(
+            "parse", file, GroupSettings(), (), False, encoding
+        ):
             item, own = msgspec.convert(fields, Item), body[start:end]
             own = own if has_uid else with_uid(own, item.uid, encoding)
             items.append(msgspec.structs.replace(item, body=own))
@@ -212,7 +211,7 @@ def _reply(request: _HookCall, loaded: dict[bytes, tuple[str, Hooks]]) -> bytes:
 
 
 def _result(request: _HookCall, loaded: dict[bytes, tuple[str, Hooks]]) -> Any:
-    if request.call.startswith("parse_item"):
+    if request.call == "parse":
         return _parsed(request)
     if request.source not in loaded:
         loaded[request.source] = _load(Path(request.path), request.source)
@@ -238,31 +237,23 @@ def _result(request: _HookCall, loaded: dict[bytes, tuple[str, Hooks]]) -> Any:
 
 def _parsed(request: _HookCall) -> list[tuple[Item, int, int, bool]]:
     """Items without their bodies; where these are in what was sent, and whether they have a uid."""
-    bodies = split_batch(request.source, request.encoding) if request.call == "parse_items" else None
-    if bodies is None:
-        items, bodies = [parse_item(request.source, request.encoding)], [request.source]
-    else:
-        items = [parse_nth(number, body, request.encoding) for number, body in enumerate(bodies)]
+    items = parse_items(request.source, request.encoding)
+    bodies = split_batch(request.source, request.encoding) or [request.source]
     parsed, end = [], 0
     for item, body in zip(items, bodies, strict=True):
         start = request.source.index(body, end)
         end = start + len(body)
-        parsed.append((msgspec.structs.replace(item, body=b""), start, end, item.body is body))
+        parsed.append((msgspec.structs.replace(item, body=b""), start, end, item.body == body))
     return parsed
 
 
 def _load(path: Path, source: bytes) -> tuple[str, Hooks]:
     module = run_file(path, key="generators", source=source)
     task_type: Any = getattr(module, "TASK_TYPE", None)
-    run_rollout: Any = getattr(module, "run_rollout", None)
     if task_type is None:
         raise ConfigError(f'generators: {path} defines no TASK_TYPE; add TASK_TYPE = "…"')
     if not isinstance(task_type, str) or not 0 < len(task_type) <= MAX_TEXT:
         raise ConfigError(f"generators: {path}: TASK_TYPE must be a text, not empty, is {task_type!r:.100}")
-    if run_rollout is None:
+    if not hasattr(module, "run_rollout"):
         raise ConfigError(f"generators: {path} defines no run_rollout; add def run_rollout(data: dict)")
-    try:
-        inspect.signature(run_rollout).bind({})
-    except (TypeError, ValueError) as error:  # ValueError: it is one of Python's own, which has no signature
-        raise ConfigError(f"generators: {path}: run_rollout must be a function of (data): {error}") from None
     return task_type, Hooks(module, task_type, str(path))

@@ -45,8 +45,7 @@ _REQUIRED: Final = ("uid", "instance_id", "messages", "reward", "extra_info")
 class _Hook:
     """A function of the user's, and how it wants its arguments. Raises `ConfigError` if it cannot be called.
 
-    A parameter gets the value of its name; one of an unknown name the value at its place in slime's call. A
-    hook with `*args` gets all values of slime's call by place.
+    A parameter gets the value of its name; one of an unknown name the value at its place in slime's call.
     """
 
     def __init__(self, name: str, function: Any, where: str) -> None:
@@ -56,16 +55,10 @@ class _Hook:
         if not callable(function) or inspect.iscoroutinefunction(function):
             raise ConfigError(f"{wrong}, is {function!r:.100}")
         try:
-            first, *rest = inspect.signature(function).parameters.values()
+            _, *rest = inspect.signature(function).parameters.values()
         except ValueError:  # no parameters, or no signature, as some of Python's own functions
             raise ConfigError(f"{wrong}; it takes no positional argument") from None
-        self._by_place: Sequence[str] = ()
         self._by_name: dict[str, str] = {}
-        if any(each.kind is each.VAR_POSITIONAL for each in (first, *rest)):
-            self._by_place = convention[1:]
-            rest = [each for each in (first, *rest) if each.kind is each.KEYWORD_ONLY]
-        elif first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
-            raise ConfigError(f"{wrong}; it takes no positional argument")
         for place, parameter in enumerate(rest, start=1):
             if parameter.kind is parameter.VAR_KEYWORD:
                 continue
@@ -75,7 +68,7 @@ class _Hook:
             elif place < len(convention) and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
                 value = convention[place]
             has_default = parameter.default is not parameter.empty
-            if (value is None and not has_default) or parameter.kind is parameter.POSITIONAL_ONLY:
+            if value is None and not has_default:
                 raise ConfigError(f"{wrong}; nothing can be given to its parameter {parameter.name}")
             if value is not None and not (has_default and value in _OWN_DEFAULT):
                 self._by_name[parameter.name] = value
@@ -83,7 +76,7 @@ class _Hook:
     def __call__(self, subject: Any, values: Mapping[str, Any]) -> Any:
         by_name = {parameter: values[value] for parameter, value in self._by_name.items()}
         try:
-            return self._function(subject, *[values[value] for value in self._by_place], **by_name)
+            return self._function(subject, **by_name)
         except BaseException as error:  # SystemExit and KeyboardInterrupt, too: nobody else raises them here
             raise self.error(f"raised {type(error).__name__}: {error}", error) from error
 

@@ -29,9 +29,6 @@ _START_ERROR_S: Final = 1.0
 
 _REASON_CHARS: Final = 500
 
-_PART: Final = 2**20
-"""Bytes of an item that are sent at once."""
-
 _PATHS: Final = ("/start_rollout", "/get_rollout_data")
 
 
@@ -68,24 +65,15 @@ class SlimeRoutes:
             Route("GET", "/", self.root, summary="slime: a sign of life"),
         ]
 
-    async def write(self, request: Request) -> web.StreamResponse:
+    async def write(self, request: Request) -> web.Response:
         items, replaced = await self._service.parse(await request.body(), "json")
         request.count_surrogates(replaced)
         if len(items) != 1:
             raise ItemError("must be one item, is a batch", "items")
         await self._service.write(items, hold=lambda: request.gone)
-        item = items[0]
         head = b'{"success":true,"message":"Data has been successfully written to buffer","data":{"data":['
         tail = b'],"meta_info":"write to buffer"}}'
-        if len(item.body) <= _PART:
-            return web.Response(body=head + item.body + tail, content_type=JSON)
-        response = web.StreamResponse(headers={"content-type": JSON})
-        await response.prepare(request.raw)
-        await response.write(head)
-        for at in range(0, len(item.body), _PART):  # all at once would hold the loop
-            await response.write(item.body[at : at + _PART])
-        await response.write(tail)
-        return response
+        return web.Response(body=head + items[0].body + tail, content_type=JSON)
 
     async def start_rollout(self, request: Request) -> Any:
         try:

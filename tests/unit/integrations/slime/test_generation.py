@@ -244,7 +244,7 @@ async def test_a_row_may_be_changed_before_it_is_used(world: World, monkeypatch:
 
     monkeypatch.setenv("ROLLSTREAM_BUFFER_TOKEN", "secret")
     world.write_rows({"prompt": "what?"})
-    await world.generate({"make_row": make_row, "needs_label": True}, num_epoch=1)
+    await world.generate({"make_row": make_row}, num_epoch=1)
     answers = {(one["messages"][-1]["content"], one["reward"]) for one in world.items.values()}
     assert answers == {("21", 1.0)} and world.buffer.seen == {"Bearer secret"}
 
@@ -348,16 +348,16 @@ async def test_a_buffer_that_lets_nobody_in_ends_the_job(world: World) -> None:
         await world.generate()
 
 
-async def test_an_input_file_without_labels_or_with_one_id_twice_is_refused(world: World) -> None:
+async def test_an_input_file_with_one_id_twice_or_of_no_known_rule_is_refused(world: World) -> None:
     world.write(3, instance_id="same")
     with pytest.raises(DataError, match="'same' is that of rows 0 and 1"):
         await world.generate()
     world.write_rows(*({"prompt": f"{i} + 1 =", "lable": "7"} for i in range(3)))
-    with pytest.raises(DataError, match=r"no row has a ground truth .*lable"):
-        await world.run(math_generator.run_rollout)
     with pytest.raises(ConfigError, match="no reward rule knows data_source"):
         await world.run()
     assert world.engine.stats.requests == 0 and not world.items
+    with pytest.raises(DataError, match=r"all \d+ rollouts failed; .*the row has no label"):
+        await world.run(math_generator.run_rollout)
 
 
 async def test_a_generator_whose_rollouts_all_fail_says_why(world: World) -> None:

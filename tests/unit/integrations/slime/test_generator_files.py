@@ -228,21 +228,19 @@ async def test_items_are_parsed_in_a_child() -> None:
             del plain["uid"]
             plain["extra_info"]["text"] = "x" * 3_000_000  # more than is written at once
             without_uid = dump_item(plain, encoding)
-            (parsed,) = await process.parse(without_uid, encoding, batch=True)
+            (parsed,) = await process.parse(without_uid, encoding)
             assert load_item(parsed.body, encoding) == {"uid": parsed.uid, **plain}
             assert parsed == parse_item(parsed.body, encoding)
             batch = {"items": [msgspec.Raw(body), msgspec.Raw(without_uid), msgspec.Raw(body)]}
             packed = (msgspec.json if encoding == "json" else msgspec.msgpack).encode(batch)
-            first, second, third = await process.parse(packed, encoding, batch=True)
+            first, second, third = await process.parse(packed, encoding)
             assert first == third == parse_item(body, encoding)
             assert load_item(second.body, encoding) == {"uid": second.uid, **plain}
         with pytest.raises(ItemError, match="messages: ") as caught:
             await process.parse(b'{"instance_id": 1, "messages": [], "reward": 1}', "json")
         assert caught.value.where == "messages"
         with pytest.raises(ItemError) as caught:
-            await process.parse(
-                b'{"items": [{"instance_id": 1, "messages": [], "reward": 1}]}', "json", batch=True
-            )
+            await process.parse(b'{"items": [{"instance_id": 1, "messages": [], "reward": 1}]}', "json")
         assert caught.value.where == "items[0].messages"
     finally:
         await process.close()

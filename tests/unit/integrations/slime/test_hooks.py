@@ -122,8 +122,8 @@ def filter_item(item, kind, *, group_size):
 def normalize_group_data(group, eps, *, algo, epsilon=3, extra=5):
     seen["normalize"] = (eps, algo, epsilon, extra)
     return group
-def pad_group_data(group, *rest):
-    seen["pad"] = rest
+def pad_group_data(group, group_size, **more):
+    seen["pad"] = (group_size, more)
     return group[0], group[1] * 2
 def is_valid_group(group, unused=3, *, timed_out, settings):
     seen["valid"] = (unused, timed_out, settings)
@@ -142,7 +142,7 @@ def test_hooks_are_given_what_they_ask_for(tmp_path: Path) -> None:
     hooks = Hooks(module, "math", "a.py")
     hooks.judge(named_group([0, 1]), SETTINGS, timed_out=True)
     hooks.finish(named_group([0, 1]), GroupSettings(group_size=4, min_valid_item_size_ratio=0.5))
-    seen = {"filter": ("math", 4), "normalize": (1e-8, "grpo", 3, 5), "pad": (4,)}
+    seen = {"filter": ("math", 4), "normalize": (1e-8, "grpo", 3, 5), "pad": (4, {})}
     assert module.seen == {**seen, "valid": (3, True, SETTINGS)}
     module = run_file(tmp_path / "b.py", key="hooks", source=OWN_DEFAULTS.encode())
     Hooks(module, "math", "b.py").finish(named_group([0, 1, 1]), SETTINGS)
@@ -158,11 +158,9 @@ async def an_async_hook(item: Any) -> bool:
     [
         an_async_hook,
         3,
-        bool,
         lambda: True,
         lambda item, task_type, threshold: True,
         lambda item, *, threshold: True,
-        lambda item, kind, /: True,
     ],
 )
 def test_hooks_that_cannot_be_called_are_refused(function: Any) -> None:

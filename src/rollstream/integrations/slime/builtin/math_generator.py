@@ -29,7 +29,7 @@ _DIGITS = 200
 
 def run_rollout(data: dict[str, Any]) -> None:
     """Generates what the payload asks for. Runs in a process of its own."""
-    run_generation(data, agent_loop="single_turn_agent", reward=compute_score, needs_label=True)
+    run_generation(data, agent_loop="single_turn_agent", reward=compute_score)
 
 
 def compute_score(

@@ -15,4 +15,4 @@ TASK_TYPE = "tool"
 
 def run_rollout(data: dict[str, Any]) -> None:
     """Generates what the payload asks for. Runs in a process of its own."""
-    run_generation(data, agent_loop="tool_agent", reward=compute_score, needs_label=True)
+    run_generation(data, agent_loop="tool_agent", reward=compute_score)
