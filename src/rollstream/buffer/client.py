@@ -187,9 +187,9 @@ class AsyncBufferClient(AbstractAsyncContextManager["AsyncBufferClient"]):
         """Drops what a job that has ended left unread; returns how many groups."""
         return int((await self._call(f"/v1/jobs/{quote(id, '')}/drop", {}))["groups"])
 
-    async def jobs(self, limit: int = 1000, after: int = 0) -> list[Record]:
-        """Jobs without their payloads, oldest first, from the one behind the `number` `after`."""
-        return await self._list("jobs", limit=limit, after=after)
+    async def jobs(self) -> list[Record]:
+        """Jobs without their payloads, oldest first."""
+        return await self._list("jobs")
 
     async def groups(self, /, *, limit: int = 1000, after: int = 0, **which: str | None) -> list[Record]:
         """Groups without their items, from the one behind `after`; those that have left, too.

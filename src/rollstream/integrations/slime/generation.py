@@ -24,7 +24,6 @@ from typing import Any
 import orjson
 from omegaconf import OmegaConf
 
-from rollstream.agent.registry import AgentLoops
 from rollstream.buffer.client import AsyncBufferClient, BufferClientError
 from rollstream.buffer.items import InstanceId, ItemError
 from rollstream.buffer.rollouts import failure_of, rollout_item
@@ -85,7 +84,6 @@ def run_generation(
     agent_loop: str = "single_turn_agent",
     reward: ComputeScore | None = None,
     make_row: MakeRow | None = None,
-    loops: AgentLoops | None = None,
 ) -> None:
     """Generates all that a payload asks for and writes it to the buffer; returns when all is durable.
 
@@ -113,7 +111,6 @@ def run_generation(
         reward: `compute_score(data_source, solution_str, ground_truth, extra_info)`, as in verl, sync or
             async; gives a number, or a dict with `score`. None takes the rule for a row's `data_source`.
         make_row: applied to each row of the input file.
-        loops: None takes the agent loops that are registered.
 
     Raises:
         ConfigError: a parameter is wrong, or the engine cannot give what is asked for. No restart helps.
@@ -122,14 +119,13 @@ def run_generation(
     """
     data = {"agent_name": agent_loop, **{key: value for key, value in data.items() if value is not None}}
     scorer = reward and FunctionReward(reward, label="the generator's reward", source_digest="")
-    asyncio.run(_generate(data, scorer, make_row, loops))
+    asyncio.run(_generate(data, scorer, make_row))
 
 
 async def _generate(
     data: dict[str, Any],
     reward: FunctionReward | None,
     make_row: MakeRow | None,
-    loops: AgentLoops | None,
 ) -> None:
     settings = read_settings(data)
     rows = await asyncio.to_thread(Rows, settings, make_row)
@@ -138,7 +134,7 @@ async def _generate(
     if reward is None and find_rule(source) is None:
         raise ConfigError(f"no reward rule knows data_source {source!r} of the first row (docs/rewards.md)")
     settings = read_settings(data, await _find_engine(data, settings.generation.engine_timeout))
-    agents = await load_agents(settings, loops=loops, tools=data.get("tools"))
+    agents = await load_agents(settings, tools=data.get("tools"))
     loop = settings.actor_rollout_ref.rollout.agent.default_agent_loop
     async with contextlib.AsyncExitStack() as stack:
         setup = await build_setup(settings, agents, shows_images=rows.has_images, reward=reward)
