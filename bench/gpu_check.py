@@ -224,7 +224,7 @@ async def compare(engine: Any, options: argparse.Namespace, model: Any, *, updat
         )
         figures: Figures = {"tokens/s": round(64 * len(asked) / (time.monotonic() - began))}
         rows = [(ids + answer.token_ids, len(ids)) for ids, answer in zip(asked, answers, strict=True)]
-        found = {"its scores": [await engine.score(*row) for row in rows]}
+        found = {"its scores": [(await engine.score(*row)).logprobs for row in rows]}
     finally:
         await engine.close()
     found["transformers"] = [score_ids(model, *row).logprobs for row in rows]

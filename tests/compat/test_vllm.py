@@ -246,7 +246,7 @@ async def test_a_tied_output_layer_stays_the_old_one_so_no_weights_are_given(tmp
             async with aiohttp.ClientSession() as direct, direct.post(url, json=reload) as answer:
                 assert answer.status == 200
             new = Reference(tied).score(ids[:1], ids[1:])[1]
-            scores = await engine.score(ids)
+            scores = (await engine.score(ids)).logprobs
             assert sum(abs(a - b) for a, b in zip(scores, new, strict=True)) / len(new) > 0.2
         finally:
             await engine.close()
@@ -282,7 +282,7 @@ async def test_updates_by_files_of_what_changed_while_it_generates(
             await engine.update_weights(await asyncio.to_thread(channel.put, model), version)
             logits = (await asyncio.to_thread(model, torch.tensor([ids]))).logits[0].log_softmax(-1)
             scores.append([logits[at, token].item() for at, token in enumerate(ids[1:])])
-            assert await engine.score(ids) == pytest.approx(scores[-1], abs=1e-4), version
+            assert (await engine.score(ids)).logprobs == pytest.approx(scores[-1], abs=1e-4), version
         while {5} != set(versions[-1]):  # what has begun after the last update
             await asyncio.wait([generating], timeout=0.1)
             assert not generating.done(), generating

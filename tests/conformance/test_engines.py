@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from rollstream.demo import MODEL_PATH
-from rollstream.engine.base import Engine, ScoresIds, ScoresTopK
+from rollstream.engine.base import Engine, ScoresIds
 from rollstream.engine.continuation import PartialCompletion
 from rollstream.errors import EngineError
 from rollstream.sampling import PLAIN
@@ -116,24 +116,24 @@ async def test_log_probs_of_given_ids(
     if not isinstance(engine, ScoresIds) or not engine.capabilities.scores:
         pytest.skip("it says it gives none")
     ids = [3 + at * 37 % 500 for at in range(600)]  # more than a step takes
-    scores = await engine.score(ids, 5)
+    scores = (await engine.score(ids, 5)).logprobs
     if "stub" not in request.node.name:  # whose are made up
         assert scores == pytest.approx(reference.score(ids[:5], ids[5:])[1], abs=TOLERANCE)
     assert len(scores) == 595
-    assert len(await engine.score(ids[:2])) == 1
+    assert len((await engine.score(ids[:2])).logprobs) == 1
 
 
 async def test_the_likeliest_ids_in_the_places_of_given_ones(
     request: pytest.FixtureRequest, engine: Engine, reference: Reference
 ) -> None:
-    if not isinstance(engine, ScoresTopK) or not engine.capabilities.score_top_k:
+    if not isinstance(engine, ScoresIds) or not engine.capabilities.score_top_k:
         pytest.skip("it says it knows none")
     ids = [3 + at * 37 % 500 for at in range(300)]
     for start, top_k in ((1, 1), (5, 8)):
-        scores = await engine.score_top(ids, start, top_k)
+        scores = await engine.score(ids, start, top_k)
         assert len(scores.top_ids) == len(scores.logprobs) == len(ids) - start
-        assert {len(one) for one in scores.top_ids + scores.top_logprobs} == {top_k}
-        assert scores.logprobs == pytest.approx(await engine.score(ids, start), abs=TOLERANCE)
+        assert {len(one) for one in (*scores.top_ids, *scores.top_logprobs)} == {top_k}
+        assert scores.logprobs == pytest.approx((await engine.score(ids, start)).logprobs, abs=TOLERANCE)
         if "stub" in request.node.name:  # whose are made up
             continue
         wanted_ids, wanted = reference.top(ids, start, top_k)

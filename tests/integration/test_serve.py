@@ -17,7 +17,7 @@ import pytest
 from demo_model.chats import CALCULATOR
 from rollstream.chat.tokenizer import load_tokenizer
 from rollstream.demo import MODEL_PATH
-from rollstream.engine.base import ScoresTopK
+from rollstream.engine.base import ScoresIds
 from rollstream.engine.openvino import OpenVINOEngine
 from rollstream.engine.registry import create_engine
 from rollstream.errors import EngineError
@@ -283,16 +283,16 @@ async def test_the_likeliest_ids_of_an_hf_engine_come_through(tmp_path: Path) ->
         ours = create_engine("sglang", model_path=MODEL_PATH, server_urls=[served.url], log_dir=tmp_path)
         try:
             await asyncio.gather(direct.start(), ours.start())
-            assert isinstance(direct, ScoresTopK) and isinstance(ours, ScoresTopK)
+            assert isinstance(direct, ScoresIds) and isinstance(ours, ScoresIds)
             assert ours.capabilities.score_top_k == direct.capabilities.score_top_k > 8
             for start in (1, 20):
-                one, other = [await engine.score_top(ids, start, 8) for engine in (direct, ours)]
+                one, other = [await engine.score(ids, start, 8) for engine in (direct, ours)]
                 assert other.top_ids == one.top_ids
                 for values, wanted in zip(
                     [other.logprobs, *other.top_logprobs], [one.logprobs, *one.top_logprobs], strict=True
                 ):
                     assert values == pytest.approx(wanted, abs=1e-5)
             with pytest.raises(EngineError):
-                await ours.score_top(ids, 1, 1000)
+                await ours.score(ids, 1, 1000)
         finally:
             await asyncio.gather(direct.close(), ours.close())

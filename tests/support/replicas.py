@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from rollstream.engine.base import Capabilities
+from rollstream.engine.base import Capabilities, TopScores
 from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError
 from rollstream.trajectory import Completion
 
@@ -79,10 +79,10 @@ class FakeReplica:
         finally:
             self.in_flight -= 1
 
-    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+    async def score(self, ids: list[int], start: int = 1, top_k: int = 0) -> TopScores:
         if self.away:
             raise ReplicaUnavailableError(f"{self.name} is away")
-        return [self.logprobs] * (len(ids) - start)
+        return TopScores([self.logprobs] * (len(ids) - start))
 
     async def abort(self, rid: str) -> bool:
         return True

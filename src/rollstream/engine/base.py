@@ -31,7 +31,7 @@ class Capabilities:
     scores: bool = False
     """Gives log-probs of given ids: it is a `ScoresIds`."""
     score_top_k: int = 0
-    """Of that many likeliest ids in the place of each given one, at most: it is a `ScoresTopK`."""
+    """Of that many likeliest ids in the place of each given one, at most."""
     adapters: int = 0
     """LoRA adapters that it can answer under at once; 0: it takes none."""
 
@@ -59,37 +59,26 @@ class ReportsLoad(Protocol):
         ...
 
 
-@runtime_checkable
-class ScoresIds(Protocol):
-    """An engine that gives log-probs of given ids; optional, `Capabilities.scores` says whether it does."""
-
-    async def score(self, ids: list[int], start: int = 1) -> list[float]:
-        """Log-probs of `ids[start:]` in the model's own distribution, each after the ids before it; `start` > 0.
-
-        Raises:
-            EngineError: as `Engine.generate`.
-        """
-        ...
-
-
 MOST_TOP = 64
 """Likeliest ids of a place, where the engine itself has no bound: answers are JSON, and so are theirs."""
 
 
 class TopScores(NamedTuple):
-    """Log-probs of given ids, and which ids are likeliest in the place of each, with theirs, the likeliest first."""
+    """Log-probs of given ids; where it was asked for, the likeliest ids in the place of each, the likeliest first."""
 
     logprobs: list[float]
-    top_ids: list[list[int]]
-    top_logprobs: list[list[float]]
+    top_ids: Sequence[list[int]] = ()
+    top_logprobs: Sequence[list[float]] = ()
 
 
 @runtime_checkable
-class ScoresTopK(Protocol):
-    """An engine that says which ids are likeliest; optional, `Capabilities.score_top_k` says how many."""
+class ScoresIds(Protocol):
+    """An engine that gives log-probs of given ids; optional, `Capabilities.scores` says whether it does."""
 
-    async def score_top(self, ids: list[int], start: int, top_k: int) -> TopScores:
-        """What `ScoresIds.score` gives, and the `top_k` likeliest ids in the place of each; `top_k` > 0.
+    async def score(self, ids: list[int], start: int = 1, top_k: int = 0) -> TopScores:
+        """Log-probs of `ids[start:]` in the model's own distribution, each after the ids before it; `start` > 0.
+
+        `top_k`: so many likeliest ids besides, `Capabilities.score_top_k` at most.
 
         Raises:
             EngineError: as `Engine.generate`.

@@ -33,7 +33,6 @@ from rollstream.engine.base import (
     HasReplicas,
     ReportsLoad,
     ScoresIds,
-    ScoresTopK,
     TopScores,
 )
 from rollstream.engine.load import RequestMeter
@@ -373,19 +372,14 @@ class ContinuingEngine:
         self._is_open = True
         self._wake_all()
 
-    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+    async def score(self, ids: list[int], start: int = 1, top_k: int = 0) -> TopScores:
         """See `ScoresIds.score`; not while weights change."""
         if not self.capabilities.scores or not isinstance(self.engine, ScoresIds):
             raise EngineError("this engine gives no log-probs of given ids")
-        async with self._updating:
-            return await self.engine.score(ids, start)
-
-    async def score_top(self, ids: list[int], start: int, top_k: int) -> TopScores:
-        """See `ScoresTopK.score_top`; not while weights change."""
-        if top_k > self.capabilities.score_top_k or not isinstance(self.engine, ScoresTopK):
+        if top_k > self.capabilities.score_top_k:
             raise EngineError(f"this engine does not say which {top_k} ids are likeliest")
         async with self._updating:
-            return await self.engine.score_top(ids, start, top_k)
+            return await self.engine.score(ids, start, top_k)
 
     async def load(self) -> EngineLoad | None:
         """The engine's load, if it says it."""
@@ -525,7 +519,7 @@ class ContinuingEngine:
         if trainer is None or isinstance(engine, HasReplicas):
             return
         if engine.capabilities.scores and isinstance(engine, ScoresIds):
-            now = ProbeScores(await engine.score(list(PROBE_IDS)), trainer)
+            now = ProbeScores((await engine.score(list(PROBE_IDS))).logprobs, trainer)
             if (problem := find_problem(now, self._proved)) is not None:
                 raise WeightsLostError(f"the engine has loaded {source}, but {problem}")
             self._proved = now

@@ -149,12 +149,8 @@ class HFEngine:
         self._life.worked()
         return completion
 
-    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+    async def score(self, ids: list[int], start: int = 1, top_k: int = 0) -> TopScores:
         """See `ScoresIds.score`. No step runs meanwhile."""
-        return (await self.score_top(ids, start, 0)).logprobs
-
-    async def score_top(self, ids: list[int], start: int, top_k: int) -> TopScores:
-        """See `ScoresTopK.score_top`. No step runs meanwhile."""
         check_request(ids, SamplingParams(1), self.capabilities, images=None)
         from rollstream.engine.hf_forward import score_ids
 

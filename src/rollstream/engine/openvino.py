@@ -17,7 +17,7 @@ import msgspec
 from rollstream.aio import finish_despite_cancellation
 from rollstream.childproc import Child, ChildDiedError, packed
 from rollstream.engine.adapters import is_adapter
-from rollstream.engine.base import Capabilities, EngineLoad
+from rollstream.engine.base import Capabilities, EngineLoad, TopScores
 from rollstream.engine.checks import check_request, least, read_model_limits
 from rollstream.engine.embedded import Restarted, read_settings
 from rollstream.engine.kind import EngineKind, EngineOptions
@@ -365,14 +365,15 @@ class OpenVINOEngine:
             policy_versions=[(0, done.version)],
         )
 
-    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+    async def score(self, ids: list[int], start: int = 1, top_k: int = 0) -> TopScores:
+        """See `ScoresIds.score`; it knows no likeliest ids."""
         sampling = SamplingParams(1, temperature=0.0)
         check_request(ids, sampling, self.capabilities, images=None)
         add = Add(next(self._numbers), ids, replace(sampling, max_tokens=0), scores=True)
         done = await self._life.serving().run(add)
         if done.logprobs is None or done.tokens != ids:
             raise EngineError(f"the pipeline gives no log-probs of {len(ids)} ids")
-        return done.logprobs[start:]  # the one at 0 is a placeholder
+        return TopScores(done.logprobs[start:])  # the one at 0 is a placeholder
 
     async def abort(self, request_id: str) -> None:
         if self._life.backend is not None and (number := self._in_flight.get(request_id)) is not None:

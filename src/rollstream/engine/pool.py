@@ -17,9 +17,9 @@ import logging
 import random
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from rollstream.aio import any_true
 from rollstream.engine.adapters import check_takes
@@ -29,7 +29,6 @@ from rollstream.engine.base import (
     EngineLoad,
     ReportsLoad,
     ScoresIds,
-    ScoresTopK,
     TopScores,
 )
 from rollstream.engine.checks import check_request, ids_fit, least
@@ -44,8 +43,6 @@ from rollstream.engine.replica import (
 )
 from rollstream.errors import ConfigError, EngineError, EngineUnavailableError, TransientEngineError
 from rollstream.trajectory import Completion, SamplingParams
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -277,29 +274,13 @@ class PoolEngine:
             if request.member is not None and not await request.member.replica.abort(request.sent.rid):
                 request.end_wait()
 
-    async def score(self, ids: list[int], start: int = 1) -> list[float]:
+    async def score(self, ids: list[int], start: int = 1, top_k: int = 0) -> TopScores:
         """See `ScoresIds.score`; asks the replicas that are ready in turn."""
-        return await self._in_turn(ids, lambda replica: self._score_on(replica, ids, start))
-
-    async def score_top(self, ids: list[int], start: int, top_k: int) -> TopScores:
-        """See `ScoresTopK.score_top`; the same."""
-
-        async def ask(replica: Replica) -> TopScores | None:
-            knows = self._fits(ids) and top_k <= self.capabilities.score_top_k
-            return (
-                await replica.score_top(ids, start, top_k)
-                if knows and isinstance(replica, ScoresTopK)
-                else None
-            )
-
-        return await self._in_turn(ids, ask)
-
-    async def _in_turn(self, ids: list[int], ask: Callable[[Replica], Awaitable[T | None]]) -> T:
         check_request(ids, SamplingParams(1), self.capabilities, images=None)
         ready = list(self._readiness.ready.values())
         first = next(self._counter) % max(1, len(ready))
         for member in ready[first:] + ready[:first]:
-            if (scores := await ask(member.replica)) is not None:
+            if (scores := await self._score_on(member.replica, ids, start, top_k)) is not None:
                 return scores
         raise EngineUnavailableError(f"no {self._what} server gives log-probs of given ids now")
 
@@ -477,15 +458,15 @@ class PoolEngine:
         if missing := missing_capabilities(await replica.describe(), self.capabilities):
             raise EngineError(f"{replica.name} is not what the run began with: it has {missing}")
 
-    async def _score_on(self, replica: Replica, ids: list[int], start: int) -> list[float] | None:
+    async def _score_on(
+        self, replica: Replica, ids: list[int], start: int = 1, top_k: int = 0
+    ) -> TopScores | None:
         """Log-probs of ids by one replica; None of one that gives none."""
-        if not self.capabilities.scores or not self._fits(ids) or not isinstance(replica, ScoresIds):
-            return None
-        return await replica.score(ids, start)
-
-    def _fits(self, ids: list[int]) -> bool:
         can = self.capabilities
-        return len(ids) < (can.max_model_len or len(ids) + 1) and ids_fit(ids, can.vocab_size)
+        fits = len(ids) < (can.max_model_len or len(ids) + 1) and ids_fit(ids, can.vocab_size)
+        if not can.scores or not fits or top_k > can.score_top_k or not isinstance(replica, ScoresIds):
+            return None
+        return await replica.score(ids, start, top_k)
 
     async def _watch(self) -> None:
         """Looks for replicas that take requests and answer none."""

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 from rollstream.aio import Backoff, any_true, finish_despite_cancellation
+from rollstream.engine.base import TopScores
 from rollstream.engine.replica import (
     INITIAL_WEIGHTS,
     Replica,
@@ -106,7 +107,7 @@ class Readiness:
         self,
         replicas: Iterable[Replica],
         check: Callable[[Replica], Awaitable[None]],
-        score: Callable[[Replica, list[int], int], Awaitable[list[float] | None]],
+        score: Callable[[Replica, list[int]], Awaitable[TopScores | None]],
     ) -> None:
         self.members = {replica.name: Member(replica) for replica in replicas}
         self.ready: dict[str, Member] = {}
@@ -337,7 +338,7 @@ class Readiness:
         """
         before, member.scores = member.scores, None
         try:
-            scores = await self._score(member.replica, list(PROBE_IDS), 1)
+            found = await self._score(member.replica, list(PROBE_IDS))
         except EngineError as error:
             if source is None or not isinstance(error, _PASSING):
                 _LOG.info("%s gives no log-probs of given ids: %s", member.name, error)
@@ -345,8 +346,9 @@ class Readiness:
             raise WeightsLostError(
                 f"{member.name} has loaded {source}, and fails since then: {error}"
             ) from error
-        if scores is None:
+        if found is None:
             return
+        scores = found.logprobs
         if source is None:  # what a server began with is nobody's update
             member.scores = ProbeScores(scores, None)
             return

@@ -206,25 +206,24 @@ def check_sampled(
         raise broken_reply(server, "it has log-probs above 0")
 
 
-def check_scores(server: str, values: Sequence[float | None], count: int) -> list[float]:
-    """The log-prob of each of `count` ids; not a number where there is none, as of the first one.
+def check_scores(
+    server: str,
+    logprobs: Sequence[float | None],
+    top: Sequence[Sequence[tuple[int, float]]],
+    count: int,
+    top_k: int,
+) -> TopScores:
+    """Log-probs of `count` ids, NaN for none, and the `top_k` likeliest ids in their places.
 
     Raises:
         TransientEngineError: there are more or fewer.
     """
-    if len(values) != count:
-        raise broken_reply(server, f"{count} ids do not match {len(values)} log-probs")
-    return [math.nan if value is None else value for value in values]
-
-
-def check_top(
-    server: str, logprobs: list[float], top: Sequence[Sequence[tuple[int, float]]], top_k: int
-) -> TopScores:
-    """Given ids' log-probs with the likeliest ids in their places. Raises `TransientEngineError`: there are others."""
-    if len(top) != len(logprobs) or any(len(one) != top_k for one in top):
-        raise broken_reply(server, f"it has not {top_k} likeliest ids for each of {len(logprobs)}")
+    if len(logprobs) != count:
+        raise broken_reply(server, f"{count} ids do not match {len(logprobs)} log-probs")
+    if top_k and [len(one) for one in top] != [top_k] * count:
+        raise broken_reply(server, f"it has not {top_k} likeliest ids for each of {count}")
     ids, values = ([[pair[at] for pair in one] for one in top] for at in range(2))
-    return TopScores(logprobs, ids, values)  # type: ignore[arg-type]
+    return TopScores([math.nan if value is None else value for value in logprobs], ids, values)  # type: ignore[arg-type]
 
 
 def weight_version(value: object) -> int:

@@ -28,7 +28,6 @@ from rollstream.engine.servers import (
     broken_reply,
     check_sampled,
     check_scores,
-    check_top,
     decode_reply,
     model_names,
     weight_version,
@@ -133,36 +132,23 @@ class SGLangReplica(ServerReplica):
             ends_are_seen=self._is_rollstream,
         )
 
-    async def score(self, ids: list[int], start: int = 1) -> list[float]:
-        return self._scores_of(await self._score(ids, 0, 0), ids, start)
-
-    async def score_top(self, ids: list[int], start: int, top_k: int) -> TopScores:
-        meta = await self._score(ids, start - 1, top_k)  # the first one has none
-        count = len(ids) - start
-        scores = self._scores_of(meta, ids[start - 1 :], 1)
-        top = [
-            [(entry.token_id, entry.logprob) for entry in place or ()]
-            for place in meta.input_top_logprobs or []
-        ]
-        return check_top(self.name, scores, top[-count:], top_k)
-
-    async def _score(self, ids: list[int], start: int, top_k: int) -> "_InputMeta":
+    async def score(self, ids: list[int], start: int = 1, top_k: int = 0) -> TopScores:
         body = {
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},  # at least one token is sampled
             "return_logprob": True,
-            "logprob_start_len": start,
+            "logprob_start_len": start - 1,  # that one has none
             **({"top_logprobs_num": top_k} if top_k else {}),
             **adapter_param(await self.adapters.name()),
         }
         payload = await self._tell("/generate", body, timeout_s=_SCORE_TIMEOUT_S)
-        return decode_reply(self.name, _SCORES, payload).meta_info
-
-    def _scores_of(self, meta: "_InputMeta", ids: list[int], start: int) -> list[float]:
+        meta = decode_reply(self.name, _SCORES, payload).meta_info
         values = [entry.logprob for entry in meta.input_token_logprobs or []]
-        if len(values) == len(ids) - 1:  # the first id has none
-            values = [None, *values]
-        return check_scores(self.name, values, len(ids))[start:]
+        if values and values[0] is None:
+            del values[0]
+        places = (meta.input_top_logprobs or [])[1:]
+        top = [[(entry.token_id, entry.logprob) for entry in place or ()] for place in places]
+        return check_scores(self.name, values, top, len(ids) - start, top_k)
 
     async def abort(self, rid: str) -> bool:
         await self._tell_abort("/abort_request", {"rid": rid})

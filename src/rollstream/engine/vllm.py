@@ -38,7 +38,6 @@ from rollstream.engine.servers import (
     card_names,
     check_sampled,
     check_scores,
-    check_top,
     decode_reply,
     model_names,
     weight_version,
@@ -166,36 +165,24 @@ class VLLMReplica(ServerReplica):
                 raise
             raise ReplicaUnavailableError(f"{error}, and it is not healthy") from error
 
-    async def score(self, ids: list[int], start: int = 1) -> list[float]:
-        model = await self.adapters.name() or self._model
-        body = request_body(COMPLETIONS, ids, SamplingParams(1), f"score-{secrets.token_hex(4)}", model)
-        body |= {"echo": True, "max_tokens": 0}
-        payload = await self._tell(COMPLETIONS, body, timeout_s=self._kwargs["probe_timeout"])
-        choices = decode_reply(self.name, _SCORES, payload).choices
-        values = choices[0].logprobs.token_logprobs if choices else []
-        known = [None if value is None or value <= _UNKNOWN_LOGPROB else value for value in values]
-        return check_scores(self.name, known, len(ids))[start:]
-
-    async def score_top(self, ids: list[int], start: int, top_k: int) -> TopScores:
+    async def score(self, ids: list[int], start: int = 1, top_k: int = 0) -> TopScores:
         model = await self.adapters.name() or self._model
         body = request_body(
             COMPLETIONS, ids, SamplingParams(1, logprobs=False), f"score-{secrets.token_hex(4)}", model
         )
-        body |= {"prompt_logprobs": top_k}
+        body["prompt_logprobs"] = top_k
         payload = await self._tell(COMPLETIONS, body, timeout_s=self._kwargs["probe_timeout"])
-        choices = decode_reply(self.name, _TOP_SCORES, payload).choices
-        places = choices[0].prompt_logprobs if choices else []
-        given = [(place or {}).get(token) for place, token in zip(places, ids, strict=False)]
-        values = [None if one is None else one.logprob for one in given]
-        scores = check_scores(self.name, values, len(ids))[start:]
+        choices = decode_reply(self.name, _SCORES, payload).choices
+        places = [place or {} for place in (choices[0].prompt_logprobs if choices else [])]
+        given = [place.get(token) for place, token in zip(places, ids, strict=False)]
+        values = [None if one is None or one.logprob <= _UNKNOWN_LOGPROB else one.logprob for one in given]
         # The given id stands there besides, with its rank.
-        top = [
-            sorted(
-                (one.rank, token, one.logprob) for token, one in (place or {}).items() if one.rank <= top_k
-            )
-            for place in places[start:]
+        ranked = [
+            sorted((one.rank, token, one.logprob) for token, one in place.items() if one.rank <= top_k)
+            for place in places
         ]
-        return check_top(self.name, scores, [[pair[1:] for pair in one[:top_k]] for one in top], top_k)
+        top = [[pair[1:] for pair in place[:top_k]] for place in ranked]
+        return check_scores(self.name, values[start:], top[start:], len(ids) - start, top_k)
 
     async def abort(self, rid: str) -> bool:
         if self._abort_path is None:
@@ -440,33 +427,20 @@ class _VLLMReply(msgspec.Struct):
     usage: _Usage | None = None
 
 
-class _InputLogprobs(msgspec.Struct):
-    token_logprobs: list[float | None]
+class _PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int
 
 
 class _ScoredChoice(msgspec.Struct):
-    logprobs: _InputLogprobs
+    prompt_logprobs: list[dict[int, _PromptLogprob] | None]
 
 
 class _VLLMScored(msgspec.Struct):
     choices: list[_ScoredChoice]
 
 
-class _PromptLogprob(msgspec.Struct):
-    logprob: float
-    rank: int
-
-
-class _TopChoice(msgspec.Struct):
-    prompt_logprobs: list[dict[int, _PromptLogprob] | None]
-
-
-class _VLLMTopScored(msgspec.Struct):
-    choices: list[_TopChoice]
-
-
 _REPLY = msgspec.json.Decoder(_VLLMReply)
-_TOP_SCORES = msgspec.json.Decoder(_VLLMTopScored)
 _SCORES = msgspec.json.Decoder(_VLLMScored)
 
 

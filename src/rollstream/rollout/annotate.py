@@ -141,11 +141,11 @@ class _ScoringLoop(AgentLoop):
 
     async def _ask(self, ids: list[int], start: int, top_k: int) -> tuple[list[float], dict[str, list[Any]]]:
         engine = cast(Any, self.resources.engine)
+        scores: TopScores = await engine.score(ids, start, top_k)
         if not top_k:
-            return await engine.score(ids, start), {}
-        scores: TopScores = await engine.score_top(ids, start, top_k)
+            return scores.logprobs, {}
         values = [[round(value, _DECIMALS) for value in one] for one in scores.top_logprobs]
-        return scores.logprobs, {"top_ids": scores.top_ids, "top_logprobs": values}
+        return scores.logprobs, {"top_ids": [*scores.top_ids], "top_logprobs": values}
 
 
 async def open_scorer(

@@ -14,7 +14,6 @@ from aiohttp import web
 
 from rollstream.chat.wires.openai_chat import event_stream
 from rollstream.chat.wires.requests import RequestError, Sampling, read_parameters, request_object
-from rollstream.engine.base import TopScores
 from rollstream.serving.model import ServedModel
 from rollstream.serving.service import EngineRequest, EngineService, build_sampling, samples
 from rollstream.trajectory import Completion
@@ -141,11 +140,7 @@ class GenerateRoutes:
         start, ids, engine = sample.scored_from, sample.prompt_ids, self.service.engine
         if start is None:
             return {"input_token_logprobs": []}
-        scores = TopScores([], [], [])
-        if sample.top_logprobs:
-            scores = await engine.score_top(ids, start + 1, sample.top_logprobs)
-        else:
-            scores = scores._replace(logprobs=await engine.score(ids, start + 1))
+        scores = await engine.score(ids, start + 1, sample.top_logprobs)
         values = zip([None, *scores.logprobs], ids[start:], strict=True)
         found: dict[str, Any] = {"input_token_logprobs": [(value, token, None) for value, token in values]}
         if sample.top_logprobs:

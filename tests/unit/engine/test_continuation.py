@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.engine.base import Capabilities
+from rollstream.engine.base import Capabilities, TopScores
 from rollstream.engine.continuation import ContinuingEngine, OnUpdate, PartialCompletion
 from rollstream.engine.replica import WeightsLostError
 from rollstream.engine.weight_probe import PROBE_FILE, PROBE_IDS, write_probe
@@ -395,8 +395,8 @@ class Scoring(ScriptedEngine):
         if not self.keeps_old:
             self.logprob = -1.0 - version
 
-    async def score(self, ids: list[int], start: int = 1) -> list[float]:
-        return [self.logprob] * (len(ids) - start)
+    async def score(self, ids: list[int], start: int = 1, top_k: int = 0) -> TopScores:
+        return TopScores([self.logprob] * (len(ids) - start))
 
 
 async def test_weights_are_compared_with_what_their_trainer_says(tmp_path: Path) -> None:

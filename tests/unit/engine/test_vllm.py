@@ -193,9 +193,9 @@ class FakeServer:
         params = body["sampling_params"] if path == GENERATE else body
         if params.get("stop") and not self.takes_stops:
             return failure(400, "stop strings are not supported", "BadRequestError")
-        if body.get("echo"):
-            values = [None, *[self.score] * (len(body["prompt"]) - 1)]
-            return web.json_response({"id": "cmpl-x", "choices": [{"logprobs": {"token_logprobs": values}}]})
+        if "prompt_logprobs" in body:
+            places = [None, *({token: {"logprob": self.score, "rank": 9}} for token in body["prompt"][1:])]
+            return web.json_response({"id": "cmpl-x", "choices": [{"prompt_logprobs": places}]})
         rid = body["request_id"]
         if body["request_id"].startswith("probe-"):
             self.probes += 1
@@ -482,7 +482,7 @@ async def test_no_weights_for_a_server_that_would_keep_its_old_output_layer(
 
 async def test_log_probs_of_given_ids(server: FakeServer, engine: VLLMEngine) -> None:
     assert engine.capabilities.scores
-    assert await engine.score([1, 5, 6, 7], 2) == [-2.5, -2.5]
+    assert (await engine.score([1, 5, 6, 7], 2)).logprobs == [-2.5, -2.5]
 
 
 async def test_a_server_that_our_update_paused_comes_back_by_loading() -> None:

@@ -129,7 +129,7 @@ def test_a_rollout_that_cannot_be_asked_for_fails_alone(
     report = annotated(root, length=50)
     assert (report.rollouts, report.failed) == (5, 4)
     causes = " ".join(report.causes)
-    for cause in ("max_model_len 50", "images", "no token ids", "19 ids do not match 17"):
+    for cause in ("max_model_len 50", "images", "no token ids", "9 ids do not match 7"):
         assert cause in causes
     assert [key for key, values in streams_of(root).items() if values is not None] == [(0, 0)]
     monkeypatch.undo()

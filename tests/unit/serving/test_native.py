@@ -144,13 +144,10 @@ class Scoring(ScriptedEngine):
         super().__init__()
         self.capabilities = replace(self.capabilities, scores=True, score_top_k=3)
 
-    async def score(self, ids: list[int], start: int = 1) -> list[float]:
-        return [-float(token) for token in ids[start:]]
-
-    async def score_top(self, ids: list[int], start: int, top_k: int) -> TopScores:
+    async def score(self, ids: list[int], start: int = 1, top_k: int = 0) -> TopScores:
         places = range(len(ids) - start)
         values = [[-0.5 * at for at in range(top_k)] for _ in places]
-        return TopScores(await self.score(ids, start), [[*range(top_k)] for _ in places], values)
+        return TopScores([-float(token) for token in ids[start:]], [[*range(top_k)] for _ in places], values)
 
 
 async def test_log_probs_of_a_prompt_are_sglangs() -> None:
