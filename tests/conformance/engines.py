@@ -21,7 +21,7 @@ from tests.conformance.reference import Reference
 from tests.support.until import PATIENCE_S
 from tests.without_torch import without_torch
 
-NAMES = ("openvino", "hf", "serve-sglang", "serve-vllm", "stub", "vllm-generate", "vllm-completions")
+NAMES = ("openvino", "hf", "serve-sglang", "stub", "vllm-generate", "vllm-completions")
 
 _KWARGS = {
     "openvino": {"num_threads": 1},

@@ -21,7 +21,7 @@ from rollstream.engine.hf_model import copy_weights, load_module
 from rollstream.engine.load import ask_load
 from rollstream.errors import EngineError, EngineUnavailableError
 from rollstream.trajectory import Completion, SamplingParams
-from tests.support.forward import Asked, answer, error_of, logits_of, requests, worst_error
+from tests.support.forward import answer, error_of, logits_of, requests, worst_error
 from tests.support.until import PATIENCE_S, until
 
 torch = pytest.importorskip("torch")
@@ -371,51 +371,6 @@ async def test_a_weight_that_the_folder_lacks_is_not_made_up(
 
 
 # Weights that change.
-
-
-def in_flight_at_the_swap() -> Asked:
-    return [
-        (prompt, SamplingParams(60, seed=i, ignore_eos=True)) for i, (prompt, _) in enumerate(requests(64))
-    ]
-
-
-async def swapped(start: Start, module: Any, other: Any, **kwargs: Any) -> tuple[HFEngine, list[Completion]]:
-    """64 rollouts, with other weights in the middle of each."""
-    steps = Steps(rows=64)
-    engine = await start(copy.deepcopy(module), steps, max_num_seqs=64, **kwargs)
-    steps.hold_after(5)
-    tasks = [
-        asyncio.create_task(engine.generate(prompt, how, request_id=str(i)))
-        for i, (prompt, how) in enumerate(in_flight_at_the_swap())
-    ]
-    await steps.held()
-    change = asyncio.create_task(engine.load_state_dict(other.state_dict(), 7))
-    await asyncio.sleep(0)  # it is asked for: no further step begins
-    steps.free()
-    await change
-    assert engine.version == 7
-    async with asyncio.timeout(PATIENCE_S):
-        return engine, await asyncio.gather(*tasks)
-
-
-async def test_a_kept_cache_goes_on_and_samples_from_new_weights_over_old_keys(
-    start: Start, module: Any, other: Any
-) -> None:
-    engine, answers = await swapped(start, module, other, keep_cache=True)
-    off = 0.0
-    for (prompt, how), completion in zip(in_flight_at_the_swap(), answers, strict=True):
-        ids, logprobs = completion.token_ids, completion.logprobs or []
-        ((first, old), (begin, new)) = completion.policy_versions
-        assert (len(ids), first, old, new) == (60, 0, 0, 7)
-        assert begin >= 6
-        assert error_of(logits_of(module, prompt, ids)[:begin], how, ids[:begin], logprobs[:begin]) < 1e-4
-        with torch.no_grad():
-            keys = module(torch.tensor([prompt + ids[: begin - 1]]), use_cache=True).past_key_values
-            mixed = other(torch.tensor([ids[begin - 1 : -1]]), past_key_values=keys).logits[0]
-        assert error_of(mixed, how, ids[begin:], logprobs[begin:]) < 1e-4
-        off = max(off, error_of(logits_of(other, prompt, ids)[begin:], how, ids[begin:], logprobs[begin:]))
-    assert off > 0.01  # which a fresh forward pass does not give
-    assert await ask_load(engine) == IDLE
 
 
 async def test_weights_that_nobody_waits_for_any_more_have_their_version(

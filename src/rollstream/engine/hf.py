@@ -41,7 +41,6 @@ ENGINE_KWARGS: dict[str, Any] = {
     "max_num_seqs": 32,  # requests in one step, not more than max_num_batched_tokens
     "max_num_batched_tokens": 256,  # prompt tokens in one step; a longer prompt takes several
     "num_threads": 0,  # CPU threads of the model; 0: torch's number; 1 is best for a small model or shared cores
-    "keep_cache": False,  # what is in flight when the weights change goes on over the old keys and values
 }
 
 DATA_DECIDING_KWARGS = ("attn_implementation", "device", "dtype")
@@ -214,13 +213,11 @@ class HFEngine:
         anew. Whoever asked can go on from those ids, as `ContinuingEngine` does: everything before is then
         computed anew, with the new weights.
 
-        With `engine_kwargs.keep_cache` it goes on instead, over the keys and values that the old weights left
-        behind. Its tokens come from neither the old model nor the new one, and their log-probs are those of
-        that mixture. Nor is anything interrupted without `interrupts`: what is in flight rests on other weights.
+        Nothing is interrupted without `interrupts`: what is in flight rests on other weights.
         """
         model = self._live_model()
         async with model.changing():
-            if self._life.backend is not None and interrupts and not self._kwargs["keep_cache"]:
+            if self._life.backend is not None and interrupts:
                 self._life.backend.interrupt()
             await _synchronize(model)
             yield

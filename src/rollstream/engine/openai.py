@@ -40,10 +40,10 @@ from rollstream.engine.http_server import (
     read_api_key,
     status_error,
 )
-from rollstream.engine.kind import EngineKind, of_servers
-from rollstream.engine.pool import POOL_KWARGS, PoolEngine
+from rollstream.engine.kind import EngineKind, EngineOptions, of_servers
+from rollstream.engine.pool import POOL_KWARGS
 from rollstream.engine.replica import ReplicaRequest, ReplicaUnavailableError
-from rollstream.engine.servers import card_names
+from rollstream.engine.servers import ServerEngine, card_names
 from rollstream.errors import ConfigError, EngineError, TransientEngineError
 from rollstream.sampling import bias_by_id, schema_text
 from rollstream.trajectory import Completion, FinishReason, Message, SamplingParams
@@ -121,47 +121,8 @@ _REFUSED_HOLD_S = 150.0
 work waits, and the run stops when nobody has mended it within generation.engine_timeout."""
 
 
-class OpenAIEngine(PoolEngine):
-    """Chat endpoints that serve the same model.
-
-    Args:
-        server_urls: base URLs, with or without `/v1`.
-        model_path: the model's name at the endpoints; of a folder, its name.
-        max_model_len: prompt plus response tokens at most; None takes what the endpoints say, if they do.
-        engine_kwargs: see `ENGINE_KWARGS`.
-
-    Raises:
-        ConfigError: something is missing, or no such setting.
-    """
-
-    def __init__(
-        self,
-        server_urls: Sequence[str],
-        *,
-        model_path: str | None,
-        max_model_len: int | None = None,
-        engine_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        if not server_urls:
-            raise ConfigError(
-                "engine 'openai' needs the endpoint's URL, also a hosted one's: "
-                "actor_rollout_ref.rollout.server_urls=[https://api.openai.com/v1]"
-            )
-        if not model_path:
-            raise ConfigError("engine 'openai' needs the model's name: actor_rollout_ref.model.path")
-        kwargs = read_settings(engine_kwargs)
-        self._key_name: str = kwargs["api_key_env"]
-        super().__init__(
-            [OpenAIReplica(url, model=model_path, kwargs=kwargs) for url in server_urls],
-            max_model_len=max_model_len,
-            what="chat",
-            probe_after=kwargs["probe_after"],
-        )
-
-    async def start(self) -> None:
-        if self._key_name:
-            _LOG.info("the API key in %s goes to %s", self._key_name, ", ".join(self.replicas))
-        await super().start()
+class OpenAIEngine(ServerEngine):
+    """Chat endpoints that serve the same model; their URLs are with or without `/v1`."""
 
     async def chat(self, prompt: ChatPrompt, sampling: SamplingParams, *, request_id: str) -> Completion:
         return await self.generate([], sampling, request_id=request_id, chat=prompt)
@@ -172,14 +133,18 @@ class OpenAIReplica:
 
     Args:
         url: see `endpoint_url`.
-        model: as the endpoint calls it; a folder is looked for by its name.
-        kwargs: see `ENGINE_KWARGS`.
+        options: the model as the endpoint calls it; a folder is looked for by its name. The others: `ENGINE_KWARGS`.
+
+    Raises:
+        ConfigError: no model, or no such setting.
     """
 
-    def __init__(self, url: str, *, model: str, kwargs: dict[str, Any]) -> None:
+    def __init__(self, url: str, options: EngineOptions) -> None:
+        if not options.model_path:
+            raise ConfigError("engine 'openai' needs the model's name: actor_rollout_ref.model.path")
         self.name = endpoint_url(url)
-        self._model = model
-        self._kwargs = kwargs
+        self._model = options.model_path
+        self._kwargs = kwargs = read_settings(options.engine_kwargs)
         self._key = read_api_key(kwargs)
         self._client = openai.AsyncOpenAI(
             api_key=self._key or "none",  # as endpoints without keys are asked by everybody
@@ -204,6 +169,8 @@ class OpenAIReplica:
         self._closed = False
 
     async def describe(self) -> Capabilities:
+        if self._key:
+            _LOG.info("the API key in %s goes to %s", self._kwargs["api_key_env"], self.name)
         return Capabilities(
             token_ids=False,
             logprobs="none",
@@ -596,13 +563,13 @@ def _estimated_tokens(prompt: ChatPrompt) -> int:
     return sum(len(str(message.get("content") or "")) for message in prompt.messages) // 4
 
 
-def read_settings(engine_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+def read_settings(engine_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The engine's settings with their defaults; `api_key_env` is `OPENAI_API_KEY` where that is set.
 
     Raises:
         ConfigError: an unknown key, or a value that makes no sense.
     """
-    kwargs = read_engine_kwargs("openai", engine_kwargs or {}, ENGINE_KWARGS)
+    kwargs = read_engine_kwargs("openai", engine_kwargs, ENGINE_KWARGS)
     if not kwargs["api_key_env"] and os.environ.get("OPENAI_API_KEY", "").strip():
         kwargs["api_key_env"] = "OPENAI_API_KEY"
     for key in ("requests_per_minute", "tokens_per_minute"):
@@ -617,6 +584,11 @@ def read_settings(engine_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     return kwargs
 
 
-KIND = EngineKind(
-    "openai", of_servers(OpenAIEngine), ENGINE_KWARGS, DATA_DECIDING_KWARGS, is_token_exact=False
+KIND = OpenAIEngine.kind = EngineKind(
+    "openai",
+    of_servers(OpenAIEngine),
+    ENGINE_KWARGS,
+    DATA_DECIDING_KWARGS,
+    is_token_exact=False,
+    make_replica=OpenAIReplica,
 )

@@ -68,12 +68,9 @@ _HEALTH_CHECKS = 2
 _REMEMBERED_SESSIONS = 8_192
 """A session is a rollout; some times as many as are in flight. One that is forgotten loses a cached prefix."""
 
-_STICKY_MARGIN, _STICKY_FACTOR = 4, 2.0
+_STICKY_MARGIN, _STICKY_FACTOR = 4, 2
 """A session leaves its replica when that has at least so many more requests than another (small numbers differ
-by chance), and would take this much longer: a cached prefix saves the prompt's computation, not an answer's."""
-
-_MEMORY = 0.9
-"""Weight of an answer against the next one: some ten tell how fast a replica is, one slow answer does not."""
+by chance), and so many times as many: a cached prefix saves the prompt's computation, not an answer's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,32 +92,21 @@ class _PoolRequest:
 
 
 class Router:
-    """Chooses replicas: the one of the request's session while it is not much busier, else the shortest queue.
-
-    A queue's length is requests in flight times seconds per token. So of replicas that are alike the one with
-    the least in flight is chosen, and one that is slow gets less.
-    """
+    """Chooses replicas: the one of the request's session while it is not much busier, else the least busy one."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[str, str] = OrderedDict()
 
     def pick(self, candidates: Sequence[Member], session: str) -> Member:
         """Picks one of the candidates (at least one) and remembers it for the session."""
-        if len(candidates) == 1:
-            return candidates[0]
-        paces = [member.pace for member in candidates if member.pace]
-        usual = sum(paces) / len(paces) if paces else 1.0
-        waits = [(member.in_flight + 1) * (member.pace or usual) for member in candidates]
-        least = min(waits)
-        home, chosen = self._sessions.get(session), None
-        for member, wait in zip(candidates, waits, strict=True):
-            if member.name == home:
-                fewest = min(other.in_flight for other in candidates)
-                if member.in_flight < fewest + _STICKY_MARGIN or wait <= _STICKY_FACTOR * least:
-                    chosen = member
-        if chosen is None:
-            near = zip(candidates, waits, strict=True)
-            chosen = random.choice([member for member, wait in near if wait <= least * (1 + 1e-9)])
+        fewest = min(member.in_flight for member in candidates)
+        home = self._sessions.get(session)
+        for chosen in candidates:
+            most = max(fewest + _STICKY_MARGIN - 1, _STICKY_FACTOR * (fewest + 1) - 1)
+            if chosen.name == home and chosen.in_flight <= most:
+                break
+        else:
+            chosen = random.choice([member for member in candidates if member.in_flight == fewest])
         self._sessions[session] = chosen.name
         self._sessions.move_to_end(session)
         if len(self._sessions) > _REMEMBERED_SESSIONS:
@@ -362,14 +348,14 @@ class PoolEngine:
         name, now = member.name, asyncio.get_running_loop().time
         sent = request.sent
         sent.rid = f"{sent.request_id}.{self._nonce}{next(self._counter)}"
-        request.member, began = member, now()
+        request.member = member
         if not member.in_flight:
-            member.alive_at = began
+            member.alive_at = now()
         member.in_flight += 1
         try:
             async with asyncio.timeout(None) as request.timeout:
                 completion = await self._generate(member.replica, sent)
-            self._answered(member, len(completion.token_ids), now() - began)
+            self._answered(member)
             return completion
         except TimeoutError:
             if sent.aborted:
@@ -378,7 +364,7 @@ class PoolEngine:
         except (ReplicaUnavailableError, TransientEngineError) as caught:
             error = caught
         except EngineError:
-            self._answered(member, 0, 0.0)
+            self._answered(member)
             raise
         except asyncio.CancelledError:
             # Cancellation itself is not delayed; `close` waits for the abort.
@@ -412,13 +398,10 @@ class PoolEngine:
                 )
         return completion
 
-    def _answered(self, member: Member, tokens: int, seconds: float) -> None:
+    def _answered(self, member: Member) -> None:
         member.alive_at = asyncio.get_running_loop().time()
         member.failures = 0
         member.backoff.reset()
-        if tokens:
-            member.tokens = _MEMORY * member.tokens + tokens
-            member.seconds = _MEMORY * member.seconds + seconds
 
     def _refusal(self, failures: Mapping[str, EngineError]) -> EngineError:
         """The error when no replica is left for a request, with what each of them failed at."""

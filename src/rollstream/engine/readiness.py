@@ -72,9 +72,6 @@ class Member:
     """When it last answered, or began to have work, by the event loop's clock."""
     failures: int = 0
     """Requests in a row that it failed at."""
-    tokens: float = 0.0
-    seconds: float = 0.0
-    """Sums over its answers, of which the latest weigh most."""
 
     backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_PAUSE_S, _PAUSE_S_MAX))
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -87,11 +84,6 @@ class Member:
     @property
     def name(self) -> str:
         return self.replica.name
-
-    @property
-    def pace(self) -> float:
-        """Seconds that a sampled token takes there; 0: not known yet."""
-        return self.seconds / self.tokens if self.tokens else 0.0
 
 
 class Readiness:

@@ -106,15 +106,13 @@ class ServerEngine(PoolEngine):
 
     Args:
         server_urls: base URLs, `http://host:port`.
-        model_path: the model the caller means. Where it is a folder, it says what the servers don't
+        model_path: the model that the caller means. Where it is a folder, it says what the servers don't
             (vocabulary size, longest sequence).
         max_model_len: prompt plus response tokens at most; None takes the servers' own limit.
         engine_kwargs: see the `KIND` of the engine.
     """
 
     kind: ClassVar[EngineKind]
-    title: ClassVar[str]
-    """The servers' own name for themselves, for messages."""
 
     def __init__(
         self,
@@ -132,7 +130,7 @@ class ServerEngine(PoolEngine):
         super().__init__(
             [kind.make_replica(url, options) for url in server_urls],
             max_model_len=least(max_model_len, model_limits(model_path).max_model_len),
-            what=self.title,
+            what=kind.name,
             probe_after=kind.read_kwargs(options.engine_kwargs)["probe_after"],
         )
 

@@ -224,8 +224,6 @@ class SGLangReplica(ServerReplica):
 class SGLangEngine(ServerEngine):
     """A pool of SGLang servers of the same model."""
 
-    title = "SGLang"
-
 
 KIND = SGLangEngine.kind = SGLangReplica.kind = EngineKind(
     "sglang",

@@ -94,7 +94,7 @@ class VLLMReplica(ServerReplica):
 
     async def describe(self) -> Capabilities:
         """See `Replica.describe`; while a pause of our own lasts, what the server said before it."""
-        max_model_len, own = await self._choose_model()
+        max_model_len = await self._choose_model()
         self._is_dev = bool(await self._server.ask("/weight_info"))
         if not await self._is_paused():
             self._paused_by_us = False  # it was ended by somebody else, or the server was started anew
@@ -111,17 +111,14 @@ class VLLMReplica(ServerReplica):
                 self._route, self._abort_path = GENERATE, _ABORT
             else:
                 self._route, self._abort_path = COMPLETIONS, "/abort_requests" if self._is_dev else None
-            if own is None:
-                logprobs, stop_strings = await self._probe()
-            else:
-                logprobs, stop_strings = own["logprobs"], own["stop_strings"]
+            logprobs, stop_strings = await self._probe()
         except TransientEngineError as error:
             raise ReplicaUnavailableError(str(error)) from error
         is_receiver, self._keeps_output_layer = await self._ask_of_weights()
         self._capabilities = Capabilities(
             token_ids=True,
             logprobs=logprobs,
-            seeds=own is None or own["seeds"],
+            seeds=True,
             stop_strings=stop_strings,
             stop_token_ids=True,
             images=False,
@@ -131,11 +128,9 @@ class VLLMReplica(ServerReplica):
             and (is_receiver or not self._keeps_output_layer),
             max_model_len=max_model_len,
             vocab_size=self._limits.vocab_size,
-            extra_sampling=server_sampling(has_tokenizer=stop_strings)
-            if own is None
-            else tuple(own.get("extra_sampling", ())),
-            scores=own is None,
-            score_top_k=_MOST_TOP if own is None else 0,
+            extra_sampling=server_sampling(has_tokenizer=stop_strings),
+            scores=True,
+            score_top_k=_MOST_TOP,
             adapters=await self._adapters_at_once(),
         )
         return self._capabilities
@@ -276,12 +271,8 @@ class VLLMReplica(ServerReplica):
             return False
         return bool((await self._server.ask("/is_paused")).get("is_paused"))
 
-    async def _choose_model(self) -> tuple[int | None, dict[str, Any] | None]:
-        """Chooses which of the server's models is meant.
-
-        Returns:
-            its longest sequence, and the capabilities that `rollstream serve` names there; a vLLM is probed.
-        """
+    async def _choose_model(self) -> int | None:
+        """Chooses which of the server's models is meant; returns its longest sequence."""
         cards = (await self._server.ask("/v1/models")).get("data") or []
         if not cards:
             raise EngineError(f"{self.name}/v1/models names no model: is it a vLLM server?")
@@ -291,9 +282,7 @@ class VLLMReplica(ServerReplica):
         self._model, self._root = str(chosen.get("id")), str(chosen.get("root") or "")
         # The card of an adapter has no length: it is its base model's.
         lengths = [card.get("max_model_len") for card in (chosen, *cards)]
-        length = next((length for length in lengths if isinstance(length, int)), None)
-        own = chosen.get("capabilities")
-        return length, own if isinstance(own, dict) else None
+        return next((length for length in lengths if isinstance(length, int)), None)
 
     async def _ask_of_weights(self) -> tuple[bool, bool]:
         """Whether it can be sent weights, as far as that matters here, and whether a folder leaves its output layer.
@@ -371,8 +360,6 @@ class VLLMReplica(ServerReplica):
 
 class VLLMEngine(ServerEngine):
     """A pool of vLLM servers of the same model."""
-
-    title = "vLLM"
 
 
 KIND = VLLMEngine.kind = VLLMReplica.kind = EngineKind(

@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.mtp_validation import disable_mtp_complete
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from rollstream.engine.weight_channel import checkpoint_tensors, find_difference
-from rollstream.engine.weight_group import GroupPlace, Transport, WeightGroup, address_facing, connect_to
+from rollstream.engine.weight_group import Transport, WeightGroup, address_facing, connect_to
 
 NAME = "rollstream"
 
@@ -75,8 +75,14 @@ class Receiver(WeightTransferEngine):  # type: ignore[misc]  # vLLM is not there
         store = connect_to(init_info.address, init_info.port)
         address = address_facing(init_info.address, init_info.port)
         rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        place = GroupPlace(store, address, rank, init_info.workers + 1)
-        self._group = WeightGroup(init_info.transport, place, init_info.timeout)
+        self._group = WeightGroup(
+            init_info.transport,
+            store,
+            address,
+            rank=rank,
+            size=init_info.workers + 1,
+            timeout=init_info.timeout,
+        )
 
     def start_weight_update(self) -> None:
         if self._is_open:  # parts of layers wait for the rest of tensors that never came

@@ -25,7 +25,6 @@ from rollstream.engine.replica import ReplicaUnavailableError
 from rollstream.engine.weight_copy import read_header
 from rollstream.engine.weight_group import (
     PREFIXES,
-    GroupPlace,
     Transport,
     WeightGroup,
     address_facing,
@@ -217,8 +216,11 @@ async def transfer(
         raise EngineError(f"{url} can be sent no weights from here: {error}") from error
 
     def make() -> None:
-        here = GroupPlace(store, address, rank=0, size=size)
-        made.append(WeightGroup(weights.transport, here, timeout, prefixes))
+        made.append(
+            WeightGroup(
+                weights.transport, store, address, rank=0, size=size, timeout=timeout, prefixes=prefixes
+            )
+        )
 
     async def send(names: Iterable[str], telling: Awaitable[Any]) -> None:
         device, group = "cpu" if weights.transport == "gloo" else weights.device, made[0]

@@ -6,7 +6,6 @@ trusted one, as for every `torch.distributed`.
 """
 
 import socket
-from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
 from typing import Any, Literal
@@ -56,40 +55,37 @@ def connect_to(address: str, port: int) -> Any:
     return TCPStore(address, port, timeout=timedelta(seconds=MEETING_S), wait_for_workers=False)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupPlace:
-    """A member's place in a group."""
-
-    store: Any
-    """The trainer's."""
-    address: str
-    """Of this machine, by which the others reach it."""
-    rank: int
-    size: int
-
-
 class WeightGroup:
     """The members; made when all of them make it.
 
     Args:
         transport: `gloo`: from and into main memory; `nccl`: from and into CUDA devices.
-        place: this member's.
+        store: the trainer's, see `listen_at`.
+        address: of this machine, by which the others reach it.
+        rank: this member's, of `size`.
         timeout: seconds for one tensor.
         prefixes: of the group's keys in the store, the outermost first.
     """
 
     def __init__(
-        self, transport: Transport, place: GroupPlace, timeout: float, prefixes: tuple[str, ...] = PREFIXES
+        self,
+        transport: Transport,
+        store: Any,
+        address: str,
+        *,
+        rank: int,
+        size: int,
+        timeout: float,
+        prefixes: tuple[str, ...] = PREFIXES,
     ) -> None:
         from torch import distributed
 
-        store = place.store
         for prefix in prefixes:
             store = distributed.PrefixStore(prefix, store)
         if transport == "gloo":
             kind = distributed.ProcessGroupGloo
             options = kind._Options()
-            options._devices = [kind.create_device(hostname=place.address)]
+            options._devices = [kind.create_device(hostname=address)]
         else:
             kind = distributed.ProcessGroupNCCL  # a torch without CUDA has none
             options = kind.Options()
@@ -97,7 +93,7 @@ class WeightGroup:
         options._timeout = timedelta(seconds=MEETING_S if transport == "gloo" else timeout)
         self._sending = distributed.BroadcastOptions()
         self._sending.timeout = timedelta(seconds=timeout)
-        self._group: Any = kind(store, place.rank, place.size, options)
+        self._group: Any = kind(store, rank, size, options)
 
     def broadcast(self, tensor: Any) -> None:
         """Sends the trainer's tensor, or receives it into another member's. Raises `RuntimeError`."""

@@ -1,7 +1,7 @@
 """OpenAI's routes: `/v1/completions`, `/v1/chat/completions` and the list of models."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -138,8 +138,6 @@ class OpenAIRoutes:
             "root": self.model.path,
             "parent": None,
             "max_model_len": self.service.limit,
-            # No field of OpenAI's or vLLM's: spares our own client the questions that it asks a vLLM.
-            "capabilities": asdict(self.service.capabilities),
         }
 
     def _choice(

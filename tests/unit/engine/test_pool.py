@@ -51,17 +51,6 @@ def test_router_the_least_in_flight_gets_it_and_ties_are_random() -> None:
     assert set(taken) == {"a", "b"} and min(taken.values()) > 10
 
 
-def test_router_a_slow_one_gets_less() -> None:
-    found = members(slow=3, fast=9, new=20)
-    found["slow"].tokens, found["slow"].seconds = 100, 3.0
-    found["fast"].tokens, found["fast"].seconds = 100, 1.0
-    assert set(picks(Router(), found.values())) == {"fast"}
-    found["fast"].in_flight = 12
-    assert set(picks(Router(), found.values())) == {"slow"}
-    found["new"].in_flight = 4  # taken for one as fast as the others
-    assert set(picks(Router(), found.values())) == {"new"}
-
-
 def test_router_a_session_stays_unless_another_is_much_less_busy() -> None:
     router, found = Router(), members(a=0, b=0, c=0)
     home = router.pick([*found.values()], "s")
@@ -107,7 +96,7 @@ async def test_an_error_that_all_replicas_have_is_told(pool: SGLangEngine, serve
         await ask(pool, 1)  # some are there, and fail at it: that is not an outage
     for server in servers:
         server.faults = Faults(drop=1.0)
-    with pytest.raises(EngineUnavailableError, match="no SGLang server answers"):
+    with pytest.raises(EngineUnavailableError, match="no sglang server answers"):
         await ask(pool, 1)
 
 

@@ -130,7 +130,7 @@ def test_impossible_logprobs_are_a_broken_reply() -> None:
         (Faults(error=1.0, error_status=502, unhealthy=True), EngineUnavailableError, "not healthy"),
         (Faults(error=1.0, error_status=500, unhealthy=True), TransientEngineError, "500"),
         (Faults(broken_http=True), EngineUnavailableError, "Bad status line|Expected HTTP"),
-        (Faults(drop=1.0), EngineUnavailableError, "no SGLang server answers"),
+        (Faults(drop=1.0), EngineUnavailableError, "no sglang server answers"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -170,7 +170,7 @@ async def test_an_unhealthy_server(server: StubServer, engine: SGLangEngine, fau
 
 
 async def test_start_needs_one_server(server: StubServer, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(EngineUnavailableError, match="no SGLang server answers"):
+    with pytest.raises(EngineUnavailableError, match="no sglang server answers"):
         await SGLangEngine([NOBODY]).start()
     async with started(SGLangEngine([NOBODY, server.url])) as half:
         assert "going on without it" in caplog.text

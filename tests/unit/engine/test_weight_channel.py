@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollstream.demo import MODEL_PATH
 from rollstream.engine.weight_channel import WeightChannel, checkpoint_tensors, find_difference, transfer
-from rollstream.engine.weight_group import GroupPlace, WeightGroup, connect_to
+from rollstream.engine.weight_group import WeightGroup, connect_to
 from rollstream.errors import EngineError
 
 URL = "http://127.0.0.1:9"  # nobody is there, and nobody is asked
@@ -78,7 +78,7 @@ def worker(address: str, port: int, received: list[Any], shapes: list[list[int]]
     """Another member in a thread of its own, which closes its end when it has what it waits for."""
 
     def run() -> None:
-        group = WeightGroup("gloo", GroupPlace(connect_to(address, port), address, 1, 2), 20)
+        group = WeightGroup("gloo", connect_to(address, port), address, rank=1, size=2, timeout=20)
         for shape in shapes:
             tensor = torch.empty(shape)
             group.broadcast(tensor)

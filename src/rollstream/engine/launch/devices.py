@@ -32,19 +32,8 @@ class Devices:
 
 
 def parse_nvidia_smi(text: str) -> list[str]:
-    """Devices of `nvidia-smi -L`. A GPU that is split (MIG) is its parts, which have UUIDs only.
-
-    Source: https://docs.nvidia.com/datacenter/tesla/mig-user-guide/ ("Device Enumeration").
-    """
-    names: list[str] = []
-    for line in text.splitlines():
-        if gpu := re.match(r"GPU (\d+):", line):
-            names.append(gpu[1])
-        elif names and (part := re.match(r"\s*MIG .*\(UUID: ([\w/-]+)\)", line)):
-            if not names[-1].startswith("MIG-"):
-                names.pop()
-            names.append(part[1])
-    return names
+    """Devices of `nvidia-smi -L`."""
+    return re.findall(r"^GPU (\d+):", text, re.MULTILINE)
 
 
 def parse_rocm_smi(text: str) -> list[str]:
@@ -58,17 +47,13 @@ def parse_npu_smi(text: str) -> list[str]:
     return [str(number) for number in range(sum(map(int, counts)))]
 
 
-_TOOLS: tuple[tuple[str, Callable[[str], list[str]], tuple[tuple[str, ...], ...]], ...] = (
-    ("nvidia-smi -L", parse_nvidia_smi, (("CUDA_VISIBLE_DEVICES",),)),
-    (
-        "rocm-smi --showid --json",
-        parse_rocm_smi,
-        # HIP reads either of the first two, and engines refuse two that differ; both count what the last left.
-        (("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), ("ROCR_VISIBLE_DEVICES",)),
-    ),
-    ("npu-smi info -l", parse_npu_smi, (("ASCEND_RT_VISIBLE_DEVICES",),)),
+_TOOLS: tuple[tuple[str, Callable[[str], list[str]], tuple[str, ...]], ...] = (
+    ("nvidia-smi -L", parse_nvidia_smi, ("CUDA_VISIBLE_DEVICES",)),
+    # HIP reads either of the two, and engines refuse two that differ.
+    ("rocm-smi --showid --json", parse_rocm_smi, ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
+    ("npu-smi info -l", parse_npu_smi, ("ASCEND_RT_VISIBLE_DEVICES",)),
 )
-"""The vendors' tools, and the variables that choose devices: the first that are set count."""
+"""The vendors' tools, and the variables that choose devices: of two that are set the first counts."""
 
 
 @cache
@@ -86,17 +71,16 @@ def find_devices(environ: Mapping[str, str]) -> Devices:
         DeviceToolError: none were found, and a tool fails: a broken driver is not the same as no device.
     """
     failure: DeviceToolError | None = None
-    for command, parse, layers in _TOOLS:
+    for command, parse, variables in _TOOLS:
         try:
             ids = parse(_output(command.split()))
         except DeviceToolError as error:
             failure = failure or error
             continue
         if ids:
-            for layer in layers:
-                if names := tuple(name for name in layer if name in environ):
-                    return Devices(_chosen(environ[names[0]]), names)
-            return Devices(tuple(ids), layers[0][:1])
+            if names := tuple(name for name in variables if name in environ):
+                return Devices(_chosen(environ[names[0]]), names)
+            return Devices(tuple(ids), variables[:1])
     if failure is not None:
         raise failure
     return Devices()
