@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 import orjson
@@ -69,6 +69,9 @@ class SharedEndpoint:
     open: what a task enters, it has to leave itself.
     """
 
+    _holding: ClassVar[set[asyncio.Task[None]]] = set()
+    """A loop itself keeps no task alive, and the worker may be gone before its loop."""
+
     def __init__(
         self,
         make: Callable[[], Endpoint],
@@ -87,7 +90,9 @@ class SharedEndpoint:
         failed = opening is not None and opening.done() and (opening.cancelled() or opening.exception())
         if opening is None or opening.get_loop() is not loop or failed:
             opening = self._endpoint = loop.create_future()
-            self._holding = loop.create_task(self._hold(opening))
+            holding = loop.create_task(self._hold(opening))
+            self._holding.add(holding)
+            holding.add_done_callback(self._holding.discard)
         return await asyncio.shield(opening)
 
     async def _hold(self, opening: "asyncio.Future[Endpoint]") -> None:

@@ -1,6 +1,8 @@
 """A Python function as an agent loop: its client's calls are recorded, what it returns is the outcome."""
 
+import asyncio
 import base64
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,19 @@ async def test_a_row_s_images_are_shown_as_an_api_takes_them(tmp_path: Path) -> 
     assert [len(request.images) for request in engine.requests] == [1]
     assert final.prompt_ids.count(IMAGE_PAD) == 6
     assert "base64" not in repr(final.messages)
+
+
+async def test_the_endpoint_stays_open_when_its_worker_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = function(tmp_path, "async def run(client, row): return str(client.base_url)")
+    worker = function_worker(await started(says("so")), name)
+    failed(await worker.run(make_row(), 0))
+    before = len(asyncio.all_tasks())
+    del worker
+    gc.collect()
+    assert len(asyncio.all_tasks()) == before
+    assert "destroyed" not in caplog.text
 
 
 @pytest.mark.parametrize(
