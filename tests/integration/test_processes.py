@@ -97,6 +97,10 @@ def test_workers_and_driver_killed(tmp_path: Path, server: StubServer, kills: in
     ("words", "message"),
     [
         (["generation.processes=2"], r"processes=2: engine 'openvino' runs in the process that uses it"),
+        (
+            ["generation.processes=2", "actor_rollout_ref.rollout.server_urls=[http://127.0.0.1:1]"],
+            r"--engine sglang, vllm or openai",
+        ),
         (["generation.processes=2", "generation.executor=ray"], r"num_workers"),
         (["generation.processes=0"], r"generation\.processes"),
     ],

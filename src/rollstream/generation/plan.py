@@ -498,13 +498,14 @@ def check_executor(settings: Settings) -> None:
     Raises:
         ConfigError: naming what to change, or the command that installs what is missing.
     """
-    generation, engine = settings.generation, settings.actor_rollout_ref.rollout.name
+    generation, rollout = settings.generation, settings.actor_rollout_ref.rollout
+    engine = rollout.name
     if generation.processes > 1 and generation.executor != "local":
         raise ConfigError(
             f"generation.processes={generation.processes} is for generation.executor=local; with "
             f"{generation.executor} set actor_rollout_ref.rollout.agent.num_workers"
         )
-    if generation.processes > 1 and engine_kind(engine).is_embedded:
+    if generation.processes > 1 and engine_kind(engine).is_embedded and not rollout.server_urls:
         raise ConfigError(
             f"generation.processes={generation.processes}: engine {engine!r} runs in the process that uses it and "
             "takes all cores; start it as a server (rollstream serve), or leave processes at 1"
