@@ -162,7 +162,7 @@ def merge_batches(
     batches, rewards = [paths.batch(number) for number in numbers], Rewards(paths.root)
     spread = paths.root / MERGE_FOLDER
     shutil.rmtree(spread, ignore_errors=True)
-    logger.info("merging %d batches into %s", len(batches), paths.artifact)
+    logger.debug("merging %d batches into %s", len(batches), paths.artifact)
 
     def tables() -> Iterator[pa.Table]:
         for path in batches:
