@@ -8,6 +8,7 @@ The run that it reads is only read.
 
 import logging
 import math
+import shutil
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
@@ -318,13 +319,22 @@ async def run_pass(
 
 @contextmanager
 def _opened(folder: Path, wanted: Manifest) -> Iterator[RunDirectory]:
-    """The run directory of a pass. Raises `ConfigError` where that of another one has its place."""
+    """The run directory of a pass; one that is refused with nothing done leaves none.
+
+    Raises `ConfigError` where that of another pass has its place.
+    """
     lock = lock_run(folder)
     try:
         found = read_manifest(folder)
         if found is not None and found.identity == wanted.identity and found.n < wanted.n:  # it was extended
             write_manifest(folder, msgspec.structs.replace(found, n=wanted.n))
-        yield open_run(lock, folder, wanted, config_yaml="")
+        directory = open_run(lock, folder, wanted, config_yaml="")
+        try:
+            yield directory
+        except ConfigError:
+            if not directory.state.keys.done:
+                shutil.rmtree(folder)
+            raise
     except IdentityMismatchError as error:
         raise ConfigError(
             f"{folder.parent.name}/{folder.stem} is of another run, reward or model, or of what its file said then: "

@@ -160,6 +160,14 @@ def test_a_name_is_of_one_model(tmp_path: Path) -> None:
         list(Run.open(root).rows(["index"], ["another"]))
 
 
+def test_a_pass_that_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "run", [rollout(0, 0)], n=1, prompts=1)
+    with pytest.raises(ConfigError, match="top-k"):
+        annotated(root, top_k=10**6)
+    assert not pass_folder(root, "teacher", "streams").exists()
+    assert annotated(root).now == 1
+
+
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
     root, other = write_run(tmp_path / "run", [rollout(0, 0)], n=1, prompts=1), tmp_path / "other"
     other.mkdir()
