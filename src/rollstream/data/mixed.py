@@ -1,6 +1,7 @@
 """`data.sources`: prompt rows of several sources, each with its share, agent loop and tools."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -76,6 +77,13 @@ def read_sources(entries: Sequence[Any] | None) -> list[SourceConfig]:
         if (one.train_files is None) == (one.task is None):
             raise ConfigError(f"data.sources: {one.name!r} has train_files, or a task")
     return found
+
+
+def source_limits(sources: Iterable[SourceConfig]) -> dict[str, asyncio.Semaphore]:
+    """What the rollouts of sources with `max_in_flight` wait for, by the source's name."""
+    return {
+        one.name: asyncio.Semaphore(one.max_in_flight) for one in sources if one.max_in_flight is not None
+    }
 
 
 def source_rewards(entries: Sequence[Any] | None) -> dict[str, SourceReward]:

@@ -30,7 +30,7 @@ from rollstream.chat.template import TurnTemplate
 from rollstream.chat.tokenizer import ChatTokenizer, load_tokenizer
 from rollstream.chat.tool_schema import load_tool_schemas, with_row_tools
 from rollstream.config.settings import RewardSettings, Settings
-from rollstream.data.mixed import chosen_data_sources, read_sources, source_rewards
+from rollstream.data.mixed import chosen_data_sources, read_sources, source_limits, source_rewards
 from rollstream.engine.base import Engine
 from rollstream.engine.checks import check_capabilities
 from rollstream.engine.continuation import ContinuingEngine
@@ -391,11 +391,7 @@ class RolloutSetup:
             reward=self.reward,
             loops=self.agents.loops,
             refusal_patience=settings.engine_timeout,
-            limits={
-                source.name: asyncio.Semaphore(source.max_in_flight)
-                for source in read_sources(self.settings.data.sources)
-                if source.max_in_flight is not None
-            },
+            limits=source_limits(read_sources(self.settings.data.sources)),
             counts=meter.counts,
         )
         continuing = engine if isinstance(engine, ContinuingEngine) else None

@@ -21,7 +21,7 @@ from rollstream.chat.tokenizer import ChatTokenizer
 from rollstream.config.load import to_settings
 from rollstream.config.settings import Settings
 from rollstream.data.first_look import LOOKED_AT, first_look
-from rollstream.data.mixed import SOURCE
+from rollstream.data.mixed import SOURCE, source_limits
 from rollstream.engine.base import Capabilities, Engine
 from rollstream.engine.continuation import ContinuingEngine, OnUpdate
 from rollstream.errors import ConfigError, GroupFailedError, TrainingError
@@ -114,11 +114,7 @@ class EnvironmentGroups(GroupGenerator):
         self._failed_groups = 0  # in a row
         self.replaces_failed = any(one.max_failed_share is not None for one in environment.sources)
         """Whether a group of which every rollout has failed is made by another one."""
-        self._limits = {
-            one.name: asyncio.Semaphore(one.max_in_flight)
-            for one in environment.sources
-            if one.max_in_flight is not None
-        }
+        self._limits = source_limits(environment.sources)
         seconds = ROLLOUT_SHARE * args.async_generation_timeout
         self._rollout_timeout = None if environment.limits_attempts else seconds
         self._scores = scores
