@@ -390,8 +390,8 @@ class PoolEngine:
         completion = await replica.generate(sent)
         if sent.weights is None and wanted != INITIAL_WEIGHTS and completion.token_ids:
             version = completion.policy_versions[-1][1]
-            first, last = sorted((wanted.version, self._readiness.wanted.version))
-            if not first <= version <= last:  # several updates may have come since it was sent
+            first, last = sorted((wanted.version, self._readiness.newest.version))
+            if not first <= version <= last:  # several updates may have begun since it was sent
                 raise ReplicaUnavailableError(
                     f"{replica.name} answers with weights of version {version}, but had loaded version "
                     f"{wanted.version}: it was started anew, or somebody else updates it"

@@ -106,6 +106,8 @@ class Readiness:
         """Replicas that may get requests, by name."""
         self.wanted = INITIAL_WEIGHTS
         """The weights that every ready replica holds."""
+        self.newest = INITIAL_WEIGHTS
+        """Those of the update that is under way, else the wanted ones: servers answer with them before it has ended."""
         self._check = check
         self._score = score
         self._said_unchanged = False
@@ -191,9 +193,11 @@ class Readiness:
         """
         async with self._one_update:
             self.settled.clear()
+            self.newest = Weights(source, version)
             try:
-                await finish_despite_cancellation(self._update(Weights(source, version)))
+                await finish_despite_cancellation(self._update(self.newest))
             finally:
+                self.newest = self.wanted
                 self.settled.set()
         if not self.ready:
             await self.try_now(_PAUSE_S_MAX)

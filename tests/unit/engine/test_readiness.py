@@ -87,6 +87,30 @@ async def test_an_answer_may_be_of_weights_that_came_and_went_since_it_was_asked
     await engine.close()
 
 
+async def test_an_answer_may_be_of_weights_whose_update_has_not_ended(a: FakeReplica) -> None:
+    engine, plain, load, asked = PoolEngine([a]), a.generate, a.update_weights, asyncio.Event()
+
+    async def late(request: ReplicaRequest) -> Completion:
+        asked.set()
+        await until(lambda: a.version == 2)
+        return await plain(request)
+
+    await engine.start()
+    await engine.update_weights("/1", 1)
+    a.generate = late  # type: ignore[method-assign]
+    answer = asyncio.create_task(engine.generate([1], SamplingParams(max_tokens=1), request_id="late"))
+
+    async def load_until_answered(source: str, version: int) -> None:
+        await load(source, version)
+        await asyncio.wait([answer])
+
+    a.update_weights = load_until_answered  # type: ignore[method-assign]
+    await asked.wait()
+    await engine.update_weights("/2", 2)
+    assert (await answer).policy_versions == [(0, 2)] and a.loads == [1, 2]
+    await engine.close()
+
+
 async def test_before_the_first_update_versions_are_whatever_the_servers_say(
     engine: PoolEngine, a: FakeReplica, b: FakeReplica
 ) -> None:
