@@ -187,13 +187,15 @@ def parse_items(body: bytes, encoding: Encoding = "json") -> list[Item]:
     """
     if (bodies := split_batch(body, encoding)) is None:
         return [parse_item(body, encoding)]
-    items = []
-    for number, one in enumerate(bodies):
-        try:
-            items.append(parse_item(one, encoding))
-        except ItemError as error:
-            raise error.within(number) from None
-    return items
+    return [parse_nth(number, one, encoding) for number, one in enumerate(bodies)]
+
+
+def parse_nth(number: int, body: bytes, encoding: Encoding) -> Item:
+    """One item of a batch. Raises `ItemError`."""
+    try:
+        return parse_item(body, encoding)
+    except ItemError as error:
+        raise error.within(number) from None
 
 
 def split_batch(body: bytes, encoding: Encoding) -> list[bytes] | None:

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from rollstream import plugins
 from rollstream.buffer.groups import GroupSettings, summarize_rewards
-from rollstream.buffer.items import Encoding, Item, ItemError, parse_items
+from rollstream.buffer.items import Encoding, Item, ItemError, parse_items, parse_nth, split_batch
 from rollstream.buffer.reads import Reads, Scope, TaskPolicy
 from rollstream.buffer.store.base import Change, Group, Limits, Taken
 from rollstream.buffer.store.sql import Database, SqlStore
@@ -198,11 +198,25 @@ class Service:
             return await self._parse(mended, encoding), replaced
 
     async def _parse(self, body: bytes, encoding: Encoding) -> list[Item]:
-        """See `parse`. What takes long is parsed in another process, since a parser keeps Python's lock."""
+        """See `parse`.
+
+        What takes long is parsed in another process, since a parser keeps Python's lock: large items, and tokens in
+        JSON. Others have their turn between small ones.
+        """
         has_tokens = encoding == "json" and b'"response_ids"' in body
         if len(body) < (_MANY_NUMBERS if has_tokens else _BIG):
             return parse_items(body, encoding)
-        items: list[Item] = await self._parser.parse(body, encoding)
+        bodies = None if has_tokens else split_batch(body, encoding)
+        if bodies is None or max(map(len, bodies)) >= _BIG:
+            return list(await self._parser.parse(body, encoding))
+        items: list[Item] = []
+        parsed = 0
+        for number, one in enumerate(bodies):
+            items.append(parse_nth(number, one, encoding))
+            parsed += len(one)
+            if parsed >= _BIG:
+                parsed = 0
+                await asyncio.sleep(0)
         return items
 
     async def write(self, items: Sequence[Item], *, hold: Callable[[], bool] | None = None) -> list[bool]:
