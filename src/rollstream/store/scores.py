@@ -9,8 +9,8 @@
 A score belongs to the rollout that it was computed of: that of its key which was finished at its time. A rollout
 that is generated again, since a damaged file lost it, is not scored until it is scored itself.
 
-In a training a function that sees whole groups scores rollouts after they were recorded: those rewards stand in the
-notes of its store (`training/`).
+In a training a function that sees whole groups scores rollouts after they were recorded, and so does a trainer that
+has reward functions of its own: those rewards stand in the notes of its store (`training/`).
 
 A run's own rewards are those that its rollouts were recorded with. Where its reward was changed in the middle
 (`generation.rescore`), `run.json` names the scores of what was finished by then. The artifact has the run's own
@@ -105,18 +105,19 @@ class Rewards:
     Args:
         root: the run directory.
         name: of scores; their rewards alone count then, and what they do not have is unscored.
+        by_trainer: with the rewards of a trainer's own functions, which it gives anew to a batch that it gets again.
 
     Raises:
         RunDirectoryError: there are no such scores.
     """
 
-    def __init__(self, root: Path, name: str | None = None) -> None:
+    def __init__(self, root: Path, name: str | None = None, *, by_trainer: bool = True) -> None:
         manifest = read_manifest(root)
         self.name = name or (None if manifest is None else manifest.scores)
         self._keeps_recorded = name is None
         self._judged: _Judged | None = None
         if self.name is None and manifest is not None and _judged_path(root).exists():
-            self._judged = _Judged(notes_path(root), manifest.run_id_bytes)
+            self._judged = _Judged(notes_path(root), manifest.run_id_bytes, by_trainer=by_trainer)
         self._path = sidecar_table(root, self.name or "")
         if self.name is not None and not self._path.exists():
             known = ", ".join(sidecar_names(root)) or "none"
@@ -212,17 +213,18 @@ class _JudgedGroup(msgspec.Struct, tag="judged"):
     """A note of a training that has rewards, see `training.store.Judged`."""
 
     position: int
+    by_trainer: bool = False
 
 
-class _JudgedRewards(_JudgedGroup, tag="judged"):
+class _JudgedRewards(_JudgedGroup, tag="judged", kw_only=True):
     rewards: dict[int, GivenRewards]
 
 
 class _Judged:
     """The rewards that a training's notes have, as far as they are written; of what was read only the rest is."""
 
-    def __init__(self, path: Path, run_id: bytes) -> None:
-        self.path, self._run_id = path, run_id
+    def __init__(self, path: Path, run_id: bytes, *, by_trainer: bool) -> None:
+        self.path, self._run_id, self._by_trainer = path, run_id, by_trainer
         self.damage: list[str] = []
         self._end = FILE_HEADER_SIZE
         self._notes: dict[int, bytes] = {}
@@ -255,7 +257,9 @@ class _Judged:
         report = ScanReport()
         for frame in scan(self.path, self._run_id, report, self._end):
             with suppress(msgspec.ValidationError):  # another kind of note
-                self._notes[self._group.decode(frame.body).position] = frame.body
+                note = self._group.decode(frame.body)
+                if self._by_trainer or not note.by_trainer:
+                    self._notes[note.position] = frame.body
         self._end = max(self._end, report.end)
         lines = [f"training/{damage}" for damage in report.damage]
         self.damage += [line for line in lines if line not in self.damage]

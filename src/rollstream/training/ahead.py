@@ -361,8 +361,13 @@ class BatchesAhead(GenerationThread):
         self._dropped += self._current.dropped
         return batch
 
-    def trained(self, step: int) -> None:
+    def trained(self, step: int, scored: Sequence[Sequence[Rollout]] = ()) -> None:
         """Notes that batch `step` was trained: a state saved from now on does not owe it any more.
+
+        Args:
+            step: of the batch.
+            scored: of each group of the batch the rollouts that the trainer gave other rewards than they had: readers
+                of the store see these.
 
         Raises:
             GenerationFailedError: with a store, which generation has closed when it ended.
@@ -370,7 +375,8 @@ class BatchesAhead(GenerationThread):
         if self._store is not None:
             # Before anybody counts on it, and without the lock: the disk may be slow.
             try:
-                self._store.trained(step, self._schedule.delivered(step), self._schedule.watermark)
+                groups = self._schedule.delivered(step)
+                self._store.trained(step, groups, self._schedule.watermark, scored)
             except StorageError:
                 self.raise_if_over()
                 raise

@@ -50,7 +50,7 @@ from rollstream.store.records import EncodedTurn, EncodingError, RecordCodec, js
 from rollstream.store.recovery import recover_frames
 from rollstream.store.run import Run
 from rollstream.store.run_dir import RunDirectory, lock_run, open_run
-from rollstream.store.scores import GivenRewards, note_judged, notes_path
+from rollstream.store.scores import GivenRewards, Rewards, note_judged, notes_path
 from rollstream.store.streams import note_streams
 from rollstream.store.turns import NO_TURN, TurnPlaces, remove_turns
 from rollstream.store.writer import StoreWriter
@@ -108,11 +108,13 @@ class Whole(msgspec.Struct, tag="whole"):
 
 
 class Judged(msgspec.Struct, tag="judged"):
-    """A function that sees groups has scored one."""
+    """A function that sees groups has scored one, or the trainer has scored a group of its batch."""
 
     position: int
     rewards: dict[int, GivenRewards]
     """By place."""
+    by_trainer: bool = False
+    """Then they are for readers: the trainer scores a batch anew whenever it gets it."""
 
 
 class Dropped(msgspec.Struct, tag="dropped"):
@@ -199,7 +201,8 @@ class History:
                 if isinstance(note, Whole):
                     self.groups[note.position].places = note.places
                 elif isinstance(note, Judged):
-                    self.groups[note.position].judged = note
+                    if not note.by_trainer:
+                        self.groups[note.position].judged = note
                 else:
                     self.groups[note.position].dropped = note
             case Whole() | Judged() | Dropped() | Trained():
@@ -260,6 +263,7 @@ class GroupReader:
         self.waiting: dict[int, None] = {}
         """Positions whose rollouts are on disk and not read yet, in the order in which they are needed."""
         self._run, self._manifest, self._history = Run(root, manifest), manifest, history
+        self._run.rewards = Rewards(root, by_trainer=False)
         self._failures, self._together = failures, together
         self._loaded: dict[int, dict[int, Rollout | Failure]] = {}
         self._reading = asyncio.Lock()
@@ -645,13 +649,7 @@ class TrainingStore:
     async def keep_rewards(self, planned: PlannedGroup, rollouts: Mapping[int, Rollout]) -> None:
         """See `GroupKeeper`. Raises `StorageError`."""
         held = self._held[planned.position]
-        rewards = {
-            place: (
-                held[place].finished_at,
-                [(one.reward, json_text(one.reward_extra)) for one in held[place].trajectories],
-            )
-            for place in rollouts
-        }
+        rewards = {place: _rewards_of(held[place]) for place in rollouts}
         await in_daemon_thread(partial(note_judged, self.root))
         await in_daemon_thread(partial(self._note, Judged(planned.position, rewards), durably=True))
 
@@ -718,9 +716,26 @@ class TrainingStore:
             self._note(Begun(position, group.start, planned.index, planned.epoch, 0))
         self._note(Dropped(position, len(held), reason[:1000], failed, _places(group, held)))
 
-    def trained(self, step: int, groups: Sequence[Group], watermark: int) -> None:
-        """Notes durably that a batch was trained. Raises `StorageError`."""
-        self._note(Trained(step, [group.position for group in groups], watermark), durably=True)
+    def trained(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        watermark: int,
+        scored: Sequence[Sequence[Rollout]] = (),
+    ) -> None:
+        """Notes durably that a batch was trained, and the rewards of those rollouts of its groups that are `scored`.
+
+        Raises:
+            StorageError: the disk is full, or cannot be written.
+        """
+        assert self._directory is not None
+        n, notes = self._directory.manifest.n, list[Note]()
+        for group, rollouts in zip(groups, scored, strict=False):
+            rewards = {one.repeat - group.epoch * n: _rewards_of(one) for one in rollouts}
+            notes.append(Judged(group.position, rewards, by_trainer=True))
+        if notes:
+            note_judged(self.root)
+        self._note(*notes, Trained(step, [group.position for group in groups], watermark), durably=True)
 
     def checkpoint(self, step: int) -> None:
         """Is told of each checkpoint: what only those before the last two need may be deleted then, see `keep_steps`.
@@ -796,6 +811,11 @@ class TrainingStore:
 def _places(group: Group, held: Mapping[int, Rollout]) -> list[int]:
     given = {getattr(one, "key", None) for one in group.rollouts}
     return sorted(place for place, one in held.items() if one.key in given)
+
+
+def _rewards_of(rollout: Rollout) -> GivenRewards:
+    parts = rollout.trajectories
+    return rollout.finished_at, [(one.reward, json_text(one.reward_extra)) for one in parts]
 
 
 def _as_stored(planned: PlannedGroup, start: int, place: int, result: Rollout | Failure) -> Rollout | Failure:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 pytest.importorskip("trl")
@@ -66,6 +67,33 @@ def test_before_the_first_checkpoint_too(tmp_path: Path) -> None:
     assert resumed.trained_rows[:2] == made.trained_rows[:2]
     assert completions(resumed)[:2] == completions(made)[:2]
     assert ledger_of(tmp_path).batches_trained_again == 2
+
+
+def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def test_rewards_of_functions_of_trls_are_read_with_the_rollouts(tmp_path: Path) -> None:
+    changed: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    changed |= {"reward_funcs": [by_length], "reward_weights": [1.0, 0.5]}
+    made = trainer(tmp_path, rows(30), **changed)
+    crash(made, 4)
+    resumed = trainer(tmp_path, rows(30), **changed)
+    resumed.train(resume_from_checkpoint=True)
+    assert completions(resumed)[0] == completions(made)[2]
+    # The environment's reward is what it was: the functions' were not taken for it.
+    assert resumed.outputs[0]["advantages"].tolist() == made.outputs[2]["advantages"].tolist()
+    run = Run.open(tmp_path / "out" / "rollouts")
+    kept = [
+        row for table in run.rows(["response_ids", "reward", "reward_extra"]) for row in table.to_pylist()
+    ]
+    scored = [row for row in kept if "by_length" in (row["reward_extra"] or "")]
+    assert len(scored) == ledger_of(tmp_path).trained == 4 * 8
+    for row in scored:
+        extra = orjson.loads(row["reward_extra"])
+        assert extra["by_length"] == len(row["response_ids"])
+        assert row["reward"] == pytest.approx(extra["env_reward"] + 0.5 * extra["by_length"])
+    assert validate_run(run.root).sound
 
 
 def test_who_goes_back_gets_new_rollouts(tmp_path: Path) -> None:

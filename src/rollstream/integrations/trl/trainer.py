@@ -191,6 +191,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._last_batch: float = math.inf  # of a replay
         self._delivered: GroupBatch | None = None  # the batch that is being trained, in the main process
         self._rows: BatchRows | None = None  # its rollouts
+        self._scored: list[list[Rollout]] = []  # with the rewards of several functions
         self._group_log = GroupLog(self.args.output_dir)
         self._rewards = torch.empty(0)
         self._unscored = 0.0
@@ -419,6 +420,24 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         first = self.state.global_step + 1
         steps = self.args.generate_every // self.args.gradient_accumulation_steps
         self._group_log.write(first, first + steps - 1, group_records(batch, rewards, self._load_row))
+        self._scored = self._as_scored(batch, rewards) if len(self.reward_funcs) > 1 else []
+
+    def _as_scored(self, batch: GroupBatch, rewards: Sequence[float | None]) -> list[list[Rollout]]:
+        """The finished rollouts of each group with TRL's rewards, and what each function gave in `reward_extra`."""
+        left = zip(rewards, self._rewards.tolist(), strict=True)
+        scored = list[list[Rollout]]()
+        for group in batch.groups:
+            scored.append([])
+            for rollout, (reward, each) in zip(
+                group.rollouts, itertools.islice(left, len(group.rollouts)), strict=True
+            ):
+                if failure_of(rollout) is None:
+                    given = zip(self.reward_func_names, each, strict=True)
+                    named = {name: None if math.isnan(one) else one for name, one in given}
+                    *earlier, final = rollout.trajectories
+                    final = replace(final, reward=reward, reward_extra={**final.reward_extra, **named})
+                    scored[-1].append(replace(rollout, trajectories=[*earlier, final]))
+        return scored
 
     def _log_batch(self) -> None:
         """When a batch has been trained: in the main process, what it was, beside TRL's own numbers of it."""
@@ -636,7 +655,7 @@ class GRPOEnvTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is not followed 
         self._trained_batches += 1
         control.should_training_stop |= self._trained_batches >= self._last_batch
         if self._batches is not None and self._delivered is not None:
-            self._batches.trained(self._delivered.step)
+            self._batches.trained(self._delivered.step, self._scored)
         if not self._ends(control):
             self._give_weights()
         self._log_batch()
