@@ -5,6 +5,7 @@ import re
 import stat
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,13 +104,20 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
 def _add_show(parser: argparse.ArgumentParser) -> None:
     _add_where(parser)
     text = "number of a group: its items"
-    parser.add_argument("group", nargs="?", type=int, metavar="GROUP", help=text)
+    parser.add_argument("group", nargs="?", type=_number, metavar="GROUP", help=text)
     parser.add_argument("--state", choices=STATES)
     parser.add_argument("--task", metavar="TASK")
     parser.add_argument("--job", metavar="ID")
-    parser.add_argument("--limit", type=int, default=20, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--limit", type=_number, default=20, metavar="N", help="(default: %(default)s)")
     text = "go on behind this number"
-    parser.add_argument("--after", type=int, default=0, metavar="GROUP", help=text)
+    parser.add_argument("--after", type=partial(_number, least=0), default=0, metavar="GROUP", help=text)
+
+
+def _number(text: str, least: int = 1) -> int:
+    """One that a database can hold."""
+    if text.isdecimal() and len(text) < 20 and least <= (number := int(text)) < 2**63:
+        return number
+    raise argparse.ArgumentTypeError(f"{text!r:.50}, want a whole number from {least} to {2**63 - 1}")
 
 
 # -- serve

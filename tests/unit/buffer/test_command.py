@@ -139,6 +139,11 @@ def test_status_and_show(tmp_path: Path, capsys: Capture) -> None:
             assert "its rollout failed: sandbox died" in printed("show", where, "4")
             assert "6 written: 4 here, 0 delivered, 2 dropped\n" in said
             assert f"{job} of task 'math': running, 6 items, its generator writes 3\n" in said
+            for wrong in (["0"], ["99999999999999999999"], ["--limit", "-1"], ["--after", str(2**63)]):
+                with pytest.raises(SystemExit, match="2"):
+                    main(["buffer", "show", where, *wrong])
+                assert "want a whole number from" in capsys.readouterr().err
+            assert listed(where, "--after", "0") == 4
             assert main(["buffer", "show", where, "99"]) == 1
             assert "there is no group" in capsys.readouterr().err
     assert "1 ready" in printed("status", str(tmp_path / "buffer")), "the server is gone"
