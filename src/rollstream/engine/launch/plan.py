@@ -266,12 +266,21 @@ def count_replicas(server: ServerKind, request: LaunchRequest, found: Sequence[i
 def claim(server: ServerKind, request: LaunchRequest, nodes: Sequence[Mapping[str, float]]) -> Claims:
     """The claims of a request's replicas on a cluster, by Ray's resources of each node that lives.
 
-    Raises what `count_replicas` does. Ray waits for room besides devices, as long as a start may take.
+    Raises:
+        ConfigError: see `count_replicas`; more than the nodes can hold.
     """
     kind = next((name for name in _DEVICES if any(node.get(name, 0) >= 1 for node in nodes)), "")
     found = [int(node.get(kind, 0)) for node in nodes]
     count, each = count_replicas(server, request, found)
     bundle = {**({kind: float(each)} if each else {}), **replica_resources(request.actor_options)}
+    room = sum(
+        min(int(node.get(name, 0) / amount + 1e-9) for name, amount in bundle.items()) for node in nodes
+    )
+    if room < count:
+        raise ConfigError(
+            f"{count} replicas of {bundle} each are more than the cluster's nodes can hold ({room}): see "
+            f"{_ROLLOUT}.launch.replicas and ray_kwargs.replica"
+        )
     return Claims(count, bundle, bool(each))
 
 

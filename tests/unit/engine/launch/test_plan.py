@@ -257,7 +257,8 @@ def test_a_claim_can_be_met_and_uses_what_is_asked_for(
         claims = claim("sglang", request, cluster)
     except ConfigError:
         return  # which refusals are right: below
-    assert claims.count >= 1
+    room = sum(min(int(node[name] // amount) for name, amount in claims.bundle.items()) for node in cluster)
+    assert 1 <= claims.count <= room
     assert claims.count == replicas or replicas is None
     takes = any(node["GPU"] for node in cluster) if per_node is None else per_node > 0
     assert claims.bundle.get("GPU", 0) == (each if takes else 0)
@@ -281,6 +282,8 @@ EIGHTS = [{"CPU": 64.0, "GPU": 8.0}, {"CPU": 64.0, "GPU": 8.0}, {"CPU": 8.0}]
         ({"arguments": {TP: 2}}, [{"CPU": 4.0}], "sglang", "CPUs"),
         ({"devices_per_node": 8}, EIGHTS, "rollstream", "CPU"),
         ({"nodes": 2}, EIGHTS, "rollstream", r"launch\.replicas"),
+        ({"replicas": 9}, [{"CPU": 4.0}, {"CPU": 4.0}], "rollstream", r"\(8\)"),
+        ({"actor_options": {"num_cpus": 33}}, EIGHTS, "sglang", r"\(2\)"),
     ],
 )
 def test_what_a_cluster_cannot_hold_is_refused(
