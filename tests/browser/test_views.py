@@ -146,6 +146,18 @@ def test_list_scrolls_to_its_end_and_a_row_opens_by_keys(visit: Visit, ids: dict
     expect(page.locator("h1")).to_have_text("Prompt 2499, repeat 6")
 
 
+def test_a_list_that_is_left_may_still_scroll(visit: Visit, ids: dict[str, str]) -> None:
+    """Browsers tell of a scroll a frame later, when Enter may have opened a row."""
+    page = visit(f"run/{ids['large']}/rows")
+    row = page.locator(".shown .row a").first
+    expect(row).to_be_visible()
+    table = page.locator(".table").element_handle()
+    row.click()
+    expect(page.locator("h1")).to_contain_text("Prompt")
+    assert table is not None
+    table.evaluate("it => it.dispatchEvent(new Event('scroll'))")
+
+
 def test_search_in_messages_shows_hits(visit: Visit, ids: dict[str, str]) -> None:
     page = visit(f"run/{ids['agent']}/rows?text=city%203")
     expect(page.locator(".hits mark").first).to_have_text("city 3")

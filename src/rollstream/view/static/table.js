@@ -32,7 +32,7 @@ export function Table({ columns, load, of, more = 0, sort, onSort, address, onTo
   useLayoutEffect(() => {
     const watch = new ResizeObserver(([entry]) => setHeight(entry.contentRect.height));
     watch.observe(box.current);
-    return () => watch.disconnect();
+    return () => { watch.disconnect(); clearTimeout(it.settle); };
   }, []);
 
   // A new list begins at its top.
@@ -76,6 +76,7 @@ export function Table({ columns, load, of, more = 0, sort, onSort, address, onTo
 
   // Small movements go row by row, though the bar stands for more rows than pixels; far ones go where the bar says.
   const scrolled = () => {
+    if (!box.current) return; // the event comes a frame later: another view may be shown by then
     const { scrollTop, scrollHeight, clientHeight } = box.current;
     if (Math.abs(scrollTop - it.quiet) < 1) { it.quiet = -1; it.top = scrollTop; return; }
     const moved = scrollTop - (it.top ?? 0);
