@@ -107,7 +107,7 @@ class Readiness:
         self.wanted = INITIAL_WEIGHTS
         """The weights that every ready replica holds."""
         self.newest = INITIAL_WEIGHTS
-        """Those of the update that is under way, else the wanted ones: servers answer with them before it has ended."""
+        """The weights of the update that is under way, else the wanted ones: servers may answer with them already."""
         self._check = check
         self._score = score
         self._said_unchanged = False

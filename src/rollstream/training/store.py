@@ -114,7 +114,7 @@ class Judged(msgspec.Struct, tag="judged"):
     rewards: dict[int, GivenRewards]
     """By place."""
     by_trainer: bool = False
-    """Then they are for readers: the trainer scores a batch anew whenever it gets it."""
+    """Whether the trainer gave them: only readers see these, for it scores a batch anew whenever it gets it."""
 
 
 class Dropped(msgspec.Struct, tag="dropped"):
